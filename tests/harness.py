@@ -1,0 +1,57 @@
+# Copyright: the Relight authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the real modules as the processes that they are on a host: `run_module("gpu_free", gpu_count=0, ...) -> dict`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = ROOT / "plugins" / "modules"
+
+
+class ModuleFailed(AssertionError):
+    """The module ended by fail_json or broke; `result` is what it returned, if anything."""
+
+    def __init__(self, message: str, result: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.result = result or {}
+
+
+def run_module(
+    name: str,
+    *,
+    check: bool = False,
+    diff: bool = False,
+    python: str = sys.executable,
+    env: dict[str, str] | None = None,
+    seconds: float = 60.0,
+    **options: Any,
+) -> dict[str, Any]:
+    """Run plugins/modules/<name>.py in a child with `options` and return its result. Raises ModuleFailed.
+
+    `check` and `diff` are Ansible's own switches; `env` is added to the environment of the child.
+    """
+    args = {"ANSIBLE_MODULE_ARGS": {**options, "_ansible_check_mode": check, "_ansible_diff": diff}}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'collections'}:{ROOT}", "LC_ALL": "C.UTF-8", **(env or {})}
+    done = subprocess.run(
+        [python, str(MODULES / f"{name}.py")],
+        input=json.dumps(args),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=seconds,
+        check=False,
+    )
+    try:
+        result = json.loads(done.stdout.strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        raise ModuleFailed(f"{name} returned no JSON (exit {done.returncode}): {done.stdout}{done.stderr}") from None
+    if result.get("failed"):
+        raise ModuleFailed(result.get("msg", done.stderr), result)
+    return result
