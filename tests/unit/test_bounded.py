@@ -53,7 +53,7 @@ def test_a_hanging_child_is_killed_at_the_limit(tmp_path):
         os.read(os.pipe()[0], 1)
 
     start = time.monotonic()
-    with pytest.raises(bounded.TimedOut, match="hang did not answer within 0.5 s"):
+    with pytest.raises(bounded.TimedOut, match=r"hang did not answer within 0\.5 s"):
         bounded.call(hang, (), 0.5)
     assert 0.5 <= time.monotonic() - start < 3
     pid = int(marker.read_text())
@@ -98,7 +98,11 @@ def test_a_process_that_leaves_a_stuck_child_still_ends_its_stdout():
     )
     start = time.monotonic()
     out = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT / "collections")}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "collections")},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert out.stdout == "told\n"
     assert time.monotonic() - start < 5
