@@ -84,7 +84,13 @@ def main(module: AnsibleModule, step: str, call: Callable[[], Outcome], acts: bo
         )
     except OSError as error:
         journal_error = str(error)
-    result: dict[str, Any] = {"changed": outcome.changed, "gate": gate, "actions": outcome.actions, **outcome.more}
+    result: dict[str, Any] = {
+        "changed": outcome.changed,
+        "gate": gate,
+        "actions": outcome.actions,
+        "stage": params["stage"],
+        **outcome.more,
+    }
     if outcome.diff is not None:
         result["diff"] = outcome.diff
     if journal_error:

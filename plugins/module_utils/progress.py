@@ -1,0 +1,104 @@
+# Copyright: the Relight authors
+# SPDX-License-Identifier: Apache-2.0
+"""How far is the extraction? Judged from progress.json, which the client replaces each second, and its unit."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ansible_collections.relight.recovery.plugins.module_utils.gate import Gate, Problem, Verdict
+
+STALE_SECONDS = 30.0  # the client beats each second; a beat this old is no beat
+GOALS = ("none", "first_samples", "finished")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """`progress` is progress.json, None where there is none; `alive` says whether the client's process lives."""
+
+    progress: dict[str, Any] | None
+    alive: bool
+    age_seconds: float
+    same_boot: bool
+
+
+def look(state_dir: str, now: float, boot: str) -> Seen:
+    """Read progress.json. Raises OSError where it cannot be read, ValueError where it is no JSON object."""
+    path = os.path.join(state_dir, "progress.json")
+    try:
+        with open(path, encoding="utf-8") as handle:
+            progress = json.load(handle)
+    except FileNotFoundError:
+        return Seen(None, False, 0.0, True)
+    if not isinstance(progress, dict) or not isinstance(progress.get("pid"), int):
+        raise ValueError(f"{path} is not the extraction's progress")
+    same_boot = progress.get("boot_id") == boot
+    return Seen(progress, same_boot and _alive(progress["pid"]), now - float(progress.get("time", 0)), same_boot)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as handle:
+            return handle.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def judge(seen: Seen, missing: int | None, goal: str) -> tuple[Gate, bool, str]:
+    """The gate, whether waiting for `goal` is over, and a line that shows where the extraction is.
+
+    `missing` is what the store's inventory found missing before the client was (or was not) started: with nothing
+    missing there is no client to look at, and the extraction is finished.
+    """
+    gate = Gate("extraction_progress")
+    progress = seen.progress
+    if missing == 0 and not seen.alive:
+        gate.evidence = {"finished": True, "advancing": False, "missing": 0}
+        return gate, True, "every sample is in the store"
+    if progress is None:
+        gate.problems.append(
+            Problem("extraction-not-begun", "relight-extract", "no progress has been written yet", "look at its log", Verdict.FAIL)
+        )
+        gate.evidence = {"finished": False, "advancing": False}
+        return gate, False, "the client starts"
+    finished = progress.get("phase") == "done" and progress.get("done") == progress.get("total")
+    advancing = seen.alive and seen.age_seconds < STALE_SECONDS and progress.get("this_run", 0) > 0
+    gate.evidence = {
+        "finished": finished,
+        "advancing": advancing,
+        "phase": progress.get("phase"),
+        "total": progress.get("total"),
+        "done": progress.get("done"),
+        "this_run": progress.get("this_run"),
+        "tokens_done": progress.get("tokens_done"),
+        "tokens_per_s": progress.get("tokens_per_s"),
+        "bytes": progress.get("bytes"),
+        "eta_seconds": progress.get("eta_seconds"),
+        "age_seconds": round(seen.age_seconds, 1),
+    }
+    line = _line(progress)
+    if finished:
+        return gate, True, line
+    if not seen.alive:
+        what = progress.get("error") or f"the client ended in phase {progress.get('phase')} at {progress.get('done')} of {progress.get('total')}"
+        gate.problems.append(Problem("extraction-ended", "relight-extract", what, "mend that and run recover.yml again: it resumes", Verdict.FAIL))
+        return gate, True, line
+    if seen.age_seconds >= STALE_SECONDS:
+        what = f"lives, but its last beat is {seen.age_seconds:.0f} s old"
+        gate.problems.append(Problem("extraction-silent", "relight-extract", what, "look at its log and at the store's disk", Verdict.UNKNOWN))
+        return gate, False, line
+    if goal == "none":
+        return gate, True, line
+    if goal == "first_samples" and advancing:
+        return gate, True, line
+    return gate, False, line
+
+
+def _line(progress: dict[str, Any]) -> str:
+    rate = progress.get("tokens_per_s") or 0
+    left = progress.get("eta_seconds")
+    time_left = f", {left / 60:.0f} min left" if isinstance(left, (int, float)) and left >= 90 else f", {left:.0f} s left" if left else ""
+    return f"{progress.get('phase')}: {progress.get('done')}/{progress.get('total')} samples, {rate:.0f} tokens/s{time_left}"

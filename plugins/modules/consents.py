@@ -1,0 +1,35 @@
+#!/usr/bin/python
+# Copyright: the Relight authors
+# SPDX-License-Identifier: Apache-2.0
+"""Documentation only: the work is done on the controller by the action plugin of the same name."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: consents
+short_description: Stop before the first act and name all that needs consent
+description:
+  - Looks through what the assessment recorded for findings that recovery may not touch without consent.
+  - Stops the host with the exact line to paste when consent for one of them is missing.
+  - Runs on the controller only.
+author: [Relight authors (@relight)]
+attributes:
+  check_mode:
+    support: full
+    description: Changes nothing on a host in any mode; a check run reports to a folder of its own.
+options: {}
+"""
+
+EXAMPLES = r"""
+- name: Ask for all consent at once
+  relight.recovery.consents:
+"""
+
+RETURN = r"""
+needed:
+  description: The names that are not yet consented to.
+  returned: success
+  type: list
+  elements: str
+  sample: []
+"""
