@@ -1,0 +1,110 @@
+#!/usr/bin/python
+# Copyright: the Relight authors
+# SPDX-License-Identifier: Apache-2.0
+"""Glue only: options in, one bounded look, one judgement, result out."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: weights_check
+short_description: Are all weight shards whole and of this model?
+version_added: 0.1.0
+description:
+  - Reads the header of every safetensors file in a model directory, its C(model.safetensors.index.json) and its
+    C(config.json), and finds shards that are missing, truncated, extended, swapped or left over, an index that names
+    tensors which no shard has, and weights that are not those of the configuration or of the baseline.
+  - Headers carry no checksum. Bytes that were changed under an unchanged length are found only where O(digests) are given.
+  - What this user may not read is V(unknown), never V(pass).
+attributes:
+  check_mode:
+    support: full
+    description: Looks only, in every mode.
+options:
+  path:
+    description: The model directory.
+    type: path
+    required: true
+  shards:
+    description: How many weight files the model has. Without it the index alone is believed.
+    type: int
+  fingerprint:
+    description:
+      - The fingerprint that this gate gave on a healthy host, C(headers:) and a digest over names, lengths and headers.
+    type: str
+  digests:
+    description: The sha256 of files in O(path), by name. Each of them is read whole.
+    type: dict
+    default: {}
+  timeout_seconds:
+    description: How long the look may take, digests included, before the directory counts as hanging.
+    type: float
+    default: 600.0
+extends_documentation_fragment:
+  - relight.recovery.common
+"""
+
+EXAMPLES = r"""
+- name: See whether the weights are whole
+  relight.recovery.weights_check:
+    path: /data/models/Kimi-K2.5
+    shards: 64
+
+- name: See whether they are those that the samples were made with
+  relight.recovery.weights_check:
+    path: /data/models/Kimi-K2.5
+    fingerprint: headers:0f343b0931126a20f133d67c2b018a3b
+"""
+
+RETURN = r"""
+gate:
+  description:
+    - The verdict with its evidence and problems.
+    - Evidence is C(shards), C(tensors), C(bytes), C(dtype_bytes), C(layers), C(fingerprint) and what it was C(compared_with).
+  returned: always
+  type: dict
+actions:
+  description: Always empty, a look does nothing.
+  returned: always
+  type: list
+  elements: str
+"""
+
+from ansible.module_utils.basic import AnsibleModule
+
+from ansible_collections.relight.recovery.plugins.module_utils import bounded, glue
+from ansible_collections.relight.recovery.plugins.module_utils.gate import Gate, Problem, Verdict
+from ansible_collections.relight.recovery.plugins.module_utils.weights import Expected, judge, look
+
+
+def check(module: AnsibleModule) -> glue.Outcome:
+    params = module.params
+    path = params["path"]
+    expected = Expected(params["shards"], params["fingerprint"], params["digests"])
+    try:
+        seen = bounded.call(look, (path, tuple(sorted(expected.digests))), params["timeout_seconds"])
+    except bounded.TimedOut as error:
+        hung = Problem("mount-hung", path, str(error), "free the mount that holds it, or raise timeout_seconds", Verdict.UNKNOWN)
+        return glue.Outcome(Gate("weights", problems=[hung]))
+    except bounded.ChildFailed as error:
+        unread = Problem("weights-unreadable", path, str(error), "make it readable for this user, or run with become", Verdict.UNKNOWN)
+        return glue.Outcome(Gate("weights", problems=[unread]))
+    return glue.Outcome(judge(seen, expected))
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            **glue.COMMON,
+            "path": {"type": "path", "required": True},
+            "shards": {"type": "int"},
+            "fingerprint": {"type": "str"},
+            "digests": {"type": "dict", "default": {}},
+            "timeout_seconds": {"type": "float", "default": 600.0},
+        },
+        supports_check_mode=True,
+    )
+    glue.main(module, "weights", lambda: check(module))
+
+
+if __name__ == "__main__":
+    main()
