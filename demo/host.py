@@ -132,6 +132,8 @@ def stop(root: Path = ROOT) -> None:
         _kill(others, signal.SIGKILL, 10)
     _kill([seen.anchor], signal.SIGTERM, 10)
     _kill([seen.anchor], signal.SIGKILL, 10)
+    with suppress(ChildProcessError):
+        os.waitpid(seen.anchor, 0)  # where this very process started it
     for name in ("run/anchor.pid", "run/anchor.json", "run/supervisord.pid", "run/supervisor.sock"):
         (root / name).unlink(missing_ok=True)
 
