@@ -1,0 +1,66 @@
+# Copyright: the Relight authors
+# SPDX-License-Identifier: Apache-2.0
+"""The command `relight`. Each subcommand imports what it needs, so that a host's environment needs no Ansible and a controller no numpy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import relight
+
+# Subcommand: the module whose main(argv) serves it, and what `relight --help` says of it.
+COMMANDS = {
+    "assess": ("relight.cli.plays", "look at the hosts of an inventory and change nothing"),
+    "recover": ("relight.cli.plays", "bring them back and resume the extraction"),
+    "status": ("relight.cli.plays", "tell how far the extraction is"),
+    "adopt": ("relight.cli.plays", "record the known-good state of healthy hosts"),
+    "rollback": ("relight.cli.plays", "undo the last storage switch"),
+    "remove": ("relight.cli.plays", "take Relight off the hosts; data stays"),
+    "report": ("relight.cli.report", "print the last report's verdict and its reasons"),
+    "wheelhouse": ("relight.cli.wheelhouse", "collect the wheels that hosts install from, without a network there"),
+    "extract": ("relight.extract.cli", "on a host: extract what the store is missing"),
+    "continuity": ("relight.extract.cli", "on a host: compare old samples with what the server gives now"),
+}
+
+
+def usage() -> str:
+    lines = [f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: relight COMMAND ...",
+            "",
+            "Bring a GPU host back after an infrastructure catastrophe and resume hidden-state extraction, proven.",
+            "",
+            *lines,
+            "",
+            "`relight COMMAND --help` tells more. Exit code 0 only for the verdicts clear, clear-with-warnings and resumed.",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"relight {relight.__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        print(f"relight: there is no command {words[0]!r}; `relight --help` lists them", file=sys.stderr)
+        return 2
+    module = COMMANDS[words[0]][0]
+    try:
+        served = import_module(module)
+    except ModuleNotFoundError as error:
+        print(f"relight {words[0]}: the Python package {error.name!r} is not in this environment; {_remedy(module)}", file=sys.stderr)
+        return 2
+    result: int = served.main(words)
+    return result
+
+
+def _remedy(module: str) -> str:
+    extra = "host" if module.startswith("relight.extract") else "controller"
+    return f"install relight[{extra}]"
