@@ -24,34 +24,35 @@ class ModuleFailed(AssertionError):
 
 
 def run_module(
-    name: str,
+    module: str,
+    /,
     *,
     check: bool = False,
     diff: bool = False,
-    python: str = sys.executable,
-    env: dict[str, str] | None = None,
-    seconds: float = 60.0,
+    with_python: str = sys.executable,
+    with_env: dict[str, str] | None = None,
+    within_seconds: float = 60.0,
     **options: Any,
 ) -> dict[str, Any]:
-    """Run plugins/modules/<name>.py in a child with `options` and return its result. Raises ModuleFailed.
+    """Run plugins/modules/<module>.py in a child with `options` and return its result. Raises ModuleFailed.
 
-    `check` and `diff` are Ansible's own switches; `env` is added to the environment of the child.
+    `check` and `diff` are Ansible's own switches; `with_env` is added to the environment of the child.
     """
     args = {"ANSIBLE_MODULE_ARGS": {**options, "_ansible_check_mode": check, "_ansible_diff": diff}}
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'collections'}:{ROOT}", "LC_ALL": "C.UTF-8", **(env or {})}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'collections'}:{ROOT}", "LC_ALL": "C.UTF-8", **(with_env or {})}
     done = subprocess.run(
-        [python, str(MODULES / f"{name}.py")],
+        [with_python, str(MODULES / f"{module}.py")],
         input=json.dumps(args),
         capture_output=True,
         text=True,
         env=environment,
-        timeout=seconds,
+        timeout=within_seconds,
         check=False,
     )
     try:
         result = json.loads(done.stdout.strip().splitlines()[-1])
     except (ValueError, IndexError):
-        raise ModuleFailed(f"{name} returned no JSON (exit {done.returncode}): {done.stdout}{done.stderr}") from None
+        raise ModuleFailed(f"{module} returned no JSON (exit {done.returncode}): {done.stdout}{done.stderr}") from None
     if result.get("failed"):
         raise ModuleFailed(result.get("msg", done.stderr), result)
     return result
