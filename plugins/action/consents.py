@@ -36,7 +36,15 @@ class ActionModule(ActionBase):
         if not problems:
             return result
         sentences = "; ".join(report.sentence(problems[name]) for name in sorted(problems))
-        message = f"recovery needs your consent before it changes anything. {sentences} To consent, paste: {report.paste_line(run, sorted(problems))}"
-        gate = {"name": "consents", "verdict": "fail", "summary": message, "evidence": {"needed": sorted(problems)}, "problems": [], "seconds": 0.0}
+        paste = report.paste_line(run, sorted(problems))
+        message = f"recovery needs your consent before it changes anything. {sentences} To consent, paste: {paste}"
+        gate = {
+            "name": "consents",
+            "verdict": "fail",
+            "summary": message,
+            "evidence": {"needed": sorted(problems)},
+            "problems": [],
+            "seconds": 0.0,
+        }
         folder.add(host, {"kind": "gate", "stage": "assess", "gate": gate, "stopped": True, "message": message})
         raise AnsibleActionFail(message)

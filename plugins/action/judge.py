@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 from ansible.errors import AnsibleActionFail
@@ -31,6 +33,8 @@ class ActionModule(ActionBase):
         report_dir = self._templar.template(task_vars["relight_report_dir"])
         folder = RunFolder(folder_of({"relight_report_dir": report_dir}, check))
         host = task_vars["inventory_hostname"]
+        if not os.path.exists(folder.run_file):  # a play of the user's own that uses our roles without the opening play
+            folder.open(report.Run("by-hand", "roles", tuple(task_vars["ansible_play_hosts_all"]), check, (), round(time.time(), 3)))
         bad = [p for p in gate["problems"] if p["verdict"] in ("fail", "unknown")]
         if check and bad and self._mended_by_an_act(folder, host, looked, bad):
             bad = []

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import time
 from typing import Any
@@ -17,6 +18,10 @@ from ansible_collections.relight.recovery.plugins.plugin_utils.run_folder import
 ALWAYS_KNOWN = {"all", "always", "never", "tagged", "untagged"}
 
 
+class Refused(Exception):
+    """The run cannot be opened; the message is for the operator."""
+
+
 class ActionModule(ActionBase):
     """Refuses an empty group, unknown tags and unusable variables; starts every expected host as not-clear."""
 
@@ -26,53 +31,74 @@ class ActionModule(ActionBase):
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         result = super().run(tmp, task_vars)
         task_vars = task_vars or {}
-        group, kind = self._task.args["group"], self._task.args["kind"]
-        groups = task_vars["groups"]
-        hosts = tuple(groups.get(group, ()))
-        if not hosts:
-            known = ", ".join(sorted(g for g in groups if g not in ("all", "ungrouped"))) or "none"
-            raise AnsibleActionFail(f"no host is in the group {group!r}; the inventory's groups are: {known}. Set relight_target to one of them")
-        known_tags = ALWAYS_KNOWN | set(self._task.args.get("tags_known") or report.STAGES)
+        kind = self._task.args["kind"]
         asked = set(task_vars.get("ansible_run_tags", ())) | set(task_vars.get("ansible_skip_tags", ()))
-        unknown = sorted(asked - known_tags)
-        if unknown:
-            raise AnsibleActionFail(f"unknown tag {', '.join(unknown)}; the stages are: {', '.join(report.STAGES)}")
-        for host in hosts:
-            self._check_host(host, task_vars["hostvars"][host])
-        first = task_vars["hostvars"][hosts[0]]
-        report_dir = first.get("relight_report_dir") or task_vars["relight_report_dir"]
-        tags = () if set(task_vars.get("ansible_run_tags", ("all",))) == {"all"} and not task_vars.get("ansible_skip_tags") else tuple(sorted(asked))
+        hosts: tuple[str, ...] = ()
+        granted: frozenset[str] = frozenset()
+        refused = ""
+        try:
+            hosts = self._expected_hosts(task_vars)
+            self._check_tags(asked)
+            for host in hosts:
+                granted = self._check_host(host, task_vars["hostvars"][host])
+        except Refused as error:
+            refused = str(error)
         run = report.Run(
             name=f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}",
             kind=kind,
             hosts=hosts,
             check=self._task.check_mode,
-            tags=tags,
+            tags=() if asked <= {"all"} else tuple(sorted(asked)),
             started=round(time.time(), 3),
-            consent=tuple(sorted(self._consent(first))),
+            consent=tuple(sorted(granted)),
             command=self._command(task_vars, kind),
+            refused=refused,
         )
-        RunFolder(folder_of({"relight_report_dir": report_dir}, run.check)).open(run)
+        RunFolder(folder_of({"relight_report_dir": self._report_dir(task_vars, hosts)}, run.check)).open(run)
+        if refused:
+            raise AnsibleActionFail(refused)
         result.update(changed=False, run=run.name, ansible_facts={"relight_run": run.name})
         return result
 
-    @staticmethod
-    def _consent(host: Any) -> frozenset[str]:
-        try:
-            return consent.read(host.get("relight_consent"))
-        except consent.BadConsent as error:
-            raise AnsibleActionFail(str(error)) from None
+    def _expected_hosts(self, task_vars: dict[str, Any]) -> tuple[str, ...]:
+        """The group's hosts, less those that a --limit of plain names leaves out."""
+        group, groups = self._task.args["group"], task_vars["groups"]
+        hosts = tuple(groups.get(group, ()))
+        if not hosts:
+            known = ", ".join(sorted(g for g in groups if g not in ("all", "ungrouped"))) or "none"
+            raise Refused(f"no host is in the group {group!r}; set relight_target to one of the inventory's groups: {known}")
+        limit = task_vars.get("ansible_limit")
+        if not limit:
+            return hosts
+        named = {host for part in re.split("[,:]", limit) for host in groups.get(part, [part])}
+        limited = tuple(host for host in hosts if host in named)
+        return limited or hosts  # a pattern: those that it leaves out stay not-clear, which is true
 
-    def _check_host(self, host: str, variables: Any) -> None:
-        missing = [name for name in self._task.args.get("required") or [] if variables.get(name) in (None, "")]
+    def _check_tags(self, asked: set[str]) -> None:
+        unknown = sorted(asked - ALWAYS_KNOWN - set(self._task.args.get("tags_known") or report.STAGES))
+        if unknown:
+            raise Refused(f"unknown tag {', '.join(unknown)}; the stages are: {', '.join(report.STAGES)}")
+
+    def _check_host(self, host: str, variables: Any) -> frozenset[str]:
+        """The consent that the host's variables grant. Raises Refused where they are unusable."""
+        missing = [name for name in self._task.args.get("required") or [] if variables.get(name) in (None, "", [])]
         if missing:
-            raise AnsibleActionFail(f"host {host}: set {', '.join(missing)} in the inventory; inventory/example shows each with its meaning")
-        self._consent(variables)
+            raise Refused(
+                f"host {host}: set {', '.join(missing)} in the inventory; ansible-doc -t role relight.recovery.relight tells each"
+            )
+        try:
+            return consent.read(variables.get("relight_consent"))
+        except consent.BadConsent as error:
+            raise Refused(f"host {host}: {error}") from None
+
+    def _report_dir(self, task_vars: dict[str, Any], hosts: tuple[str, ...]) -> str:
+        """The hosts' own, where the inventory sets it for them; else the controller's."""
+        own = task_vars["hostvars"][hosts[0]].get("relight_report_dir") if hosts else None
+        return str(own or self._templar.template(task_vars["relight_report_dir"]))
 
     @staticmethod
     def _command(task_vars: dict[str, Any], kind: str) -> str:
         """The command as the operator typed it, as far as Ansible tells: playbook and inventories."""
-        sources = [os.path.relpath(source) for source in task_vars.get("ansible_inventory_sources") or ()]
-        inventory = "".join(f" -i {source}" for source in sources if "," not in source)
-        local = os.path.exists(f"{kind}.yml")
-        return f"ansible-playbook{inventory} {kind + '.yml' if local else 'relight.recovery.' + kind}"
+        sources = [os.path.relpath(source) for source in task_vars.get("ansible_inventory_sources") or () if "," not in source]
+        inventory = "".join(f" -i {source}" for source in sources)
+        return f"ansible-playbook{inventory} {kind + '.yml' if os.path.exists(f'{kind}.yml') else 'relight.recovery.' + kind}"

@@ -25,17 +25,22 @@ class Seen:
     same_boot: bool
 
 
-def look(state_dir: str, now: float, boot: str) -> Seen:
-    """Read progress.json. Raises OSError where it cannot be read, ValueError where it is no JSON object."""
+def look(state_dir: str, now: float, boot: str, pid: int | None = None) -> Seen:
+    """Read progress.json. With `pid`, what another client wrote before this one is no progress.
+
+    Raises OSError where it cannot be read, ValueError where it is not the client's.
+    """
     path = os.path.join(state_dir, "progress.json")
     try:
         with open(path, encoding="utf-8") as handle:
             progress = json.load(handle)
     except FileNotFoundError:
-        return Seen(None, False, 0.0, True)
+        return Seen(None, pid is not None and _alive(pid), 0.0, True)
     if not isinstance(progress, dict) or not isinstance(progress.get("pid"), int):
         raise ValueError(f"{path} is not the extraction's progress")
     same_boot = progress.get("boot_id") == boot
+    if pid is not None and (progress["pid"] != pid or not same_boot):
+        return Seen(None, _alive(pid), 0.0, True)
     return Seen(progress, same_boot and _alive(progress["pid"]), now - float(progress.get("time", 0)), same_boot)
 
 
@@ -50,8 +55,8 @@ def _alive(pid: int) -> bool:
 def judge(seen: Seen, missing: int | None, goal: str) -> tuple[Gate, bool, str]:
     """The gate, whether waiting for `goal` is over, and a line that shows where the extraction is.
 
-    `missing` is what the store's inventory found missing before the client was (or was not) started: with nothing
-    missing there is no client to look at, and the extraction is finished.
+    `missing` is what the store's inventory finds missing now, None where it was not looked at. With nothing missing and
+    no client the extraction is finished; a client that says done while samples are missing is not believed.
     """
     gate = Gate("extraction_progress")
     progress = seen.progress
@@ -59,12 +64,12 @@ def judge(seen: Seen, missing: int | None, goal: str) -> tuple[Gate, bool, str]:
         gate.evidence = {"finished": True, "advancing": False, "missing": 0}
         return gate, True, "every sample is in the store"
     if progress is None:
-        gate.problems.append(
-            Problem("extraction-not-begun", "relight-extract", "no progress has been written yet", "look at its log", Verdict.FAIL)
-        )
+        what = "has not written any progress yet" if seen.alive else "is not running and has written no progress"
+        gate.problems.append(Problem("extraction-not-begun", "relight-extract", what, "look at its log", Verdict.FAIL))
         gate.evidence = {"finished": False, "advancing": False}
-        return gate, False, "the client starts"
-    finished = progress.get("phase") == "done" and progress.get("done") == progress.get("total")
+        return gate, not seen.alive, "the client starts" if seen.alive else "no client"
+    said_done = progress.get("phase") == "done" and progress.get("done") == progress.get("total")
+    finished = said_done and not missing
     advancing = seen.alive and seen.age_seconds < STALE_SECONDS and progress.get("this_run", 0) > 0
     gate.evidence = {
         "finished": finished,
@@ -83,12 +88,20 @@ def judge(seen: Seen, missing: int | None, goal: str) -> tuple[Gate, bool, str]:
     if finished:
         return gate, True, line
     if not seen.alive:
-        what = progress.get("error") or f"the client ended in phase {progress.get('phase')} at {progress.get('done')} of {progress.get('total')}"
-        gate.problems.append(Problem("extraction-ended", "relight-extract", what, "mend that and run recover.yml again: it resumes", Verdict.FAIL))
+        left = f", but {missing} are missing" if missing and said_done else ""
+        what = (
+            progress.get("error")
+            or f"the client ended in phase {progress.get('phase')} at {progress.get('done')} of {progress.get('total')}{left}"
+        )
+        gate.problems.append(
+            Problem("extraction-ended", "relight-extract", what, "mend that and run recover.yml again: it resumes", Verdict.FAIL)
+        )
         return gate, True, line
     if seen.age_seconds >= STALE_SECONDS:
         what = f"lives, but its last beat is {seen.age_seconds:.0f} s old"
-        gate.problems.append(Problem("extraction-silent", "relight-extract", what, "look at its log and at the store's disk", Verdict.UNKNOWN))
+        gate.problems.append(
+            Problem("extraction-silent", "relight-extract", what, "look at its log and at the store's disk", Verdict.UNKNOWN)
+        )
         return gate, False, line
     if goal == "none":
         return gate, True, line

@@ -46,6 +46,7 @@ class Run:
     started: float
     consent: tuple[str, ...] = ()
     command: str = "ansible-playbook recover.yml"
+    refused: str = ""  # why the run was refused before any host was touched
 
 
 @dataclass
@@ -153,9 +154,7 @@ def samples_and_tokens(records: list[dict[str, Any]]) -> tuple[dict[str, int], d
     added = after["intact"] - before["intact"]
     redone = max(0, min(quarantined, added))
     tokens_redone = sum(e.get("tokens_quarantined", 0) for e in moves) if redone == quarantined else 0
-    probes = sum(
-        evidence.get("probe_tokens", 0) for evidence in (_evidence(records, "sglang_ready"), _evidence(records, "continuity"))
-    )
+    probes = sum(evidence.get("probe_tokens", 0) for evidence in (_evidence(records, "sglang_ready"), _evidence(records, "continuity")))
     samples = {
         "total": after["total"],
         "intact_before": before["intact"],
@@ -194,7 +193,13 @@ def host_report(run: Run, lines: list[dict[str, Any]]) -> HostReport:
         reason=reason,
         stages=_stages(records),
         gates=[
-            {"name": name, "before": before[name]["gate"], "before_stage": before[name]["stage"], "after": last["gate"], "after_stage": last["stage"]}
+            {
+                "name": name,
+                "before": before[name]["gate"],
+                "before_stage": before[name]["stage"],
+                "after": last["gate"],
+                "after_stage": last["stage"],
+            }
             for name, last in _last_by_gate(records).items()
         ],
         actions=[action for record in records for action in record.get("actions", [])],
@@ -214,6 +219,7 @@ def report(run: Run, lines_by_host: dict[str, list[dict[str, Any]]], now: float)
     return {
         "schema": SCHEMA,
         "verdict": verdict,
+        "refused": run.refused,
         "run": run.name,
         "kind": run.kind,
         "check": run.check,

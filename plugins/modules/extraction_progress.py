@@ -25,7 +25,10 @@ options:
     choices: [none, first_samples, finished]
     default: none
   missing:
-    description: How many samples the store's inventory found missing. With V(0) there is nothing to wait for.
+    description: How many samples the store's inventory finds missing now. With V(0) there is nothing to wait for.
+    type: int
+  pid:
+    description: The client that is waited for; what another wrote before it is no progress.
     type: int
   wait_seconds:
     description: How long to wait for O(goal); V(0) looks once. Taken by the action plugin.
@@ -75,6 +78,7 @@ def main() -> None:
             **glue.COMMON,
             "goal": {"type": "str", "choices": list(progress.GOALS), "default": "none"},
             "missing": {"type": "int"},
+            "pid": {"type": "int"},
             "wait_seconds": {"type": "float", "default": 0.0},
             "poll_seconds": {"type": "float", "default": 2.0},
         },
@@ -87,7 +91,7 @@ def main() -> None:
         if not state_dir:
             problem = Problem("no-state-dir", "state_dir", "is not set", "set relight_state_dir in the inventory", Verdict.UNKNOWN)
             return glue.Outcome(Gate("extraction_progress", problems=[problem]), more={"settled": True, "progress": "unknown"})
-        seen = progress.look(state_dir, time.time(), boot_id())
+        seen = progress.look(state_dir, time.time(), boot_id(), module.params["pid"])
         if module.check_mode and missing and not seen.alive:
             what = f"{missing} samples are missing; the real run starts the client"
             planned = Problem("depends-on-planned-act", "relight-extract", what, "run without --check", Verdict.UNKNOWN)

@@ -48,7 +48,7 @@ class RunFolder:
         os.replace(self.report_file, os.path.join(history, f"{former}.json"))
 
     def run(self) -> report.Run:
-        """The run that was opened here. Raises OSError where none was."""
+        """The run that was opened here. Raises FileNotFoundError where none was."""
         with open(self.run_file, encoding="utf-8") as handle:
             values = json.load(handle)
         return report.Run(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
