@@ -119,6 +119,8 @@ def call(params: dict[str, Any], check_mode: bool) -> Outcome:
     """What the module does with its options. Raises OSError."""
     python, folder = params["python"], params["wheelhouse"]
     act = present if params["state"] == "present" else absent
+    if act is absent and not environments.read_record(params["state_dir"]):
+        return Outcome(Gate(NAME, {"python": python}))  # nothing of ours is there, whatever became of that environment
     try:
         target = environments.ask(python)
     except environments.StepFailed as error:
