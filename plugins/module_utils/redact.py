@@ -20,7 +20,7 @@ _SECRET = (
 # Camel case and run-together names (clientSecret, dbpassword) end in the word.
 _NAME = re.compile(rf"(?i)(?:^|[-_.]|\b)(?:[a-z0-9]*){_SECRET}(?:$|[-_.])")
 _ASSIGNED = re.compile(rf"(?i)([\w.-]*?{_SECRET}(?:[-_.]\w+)*[\"']?\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|(?:bearer |basic )?[^\s,;&\"'}}]+)")
-_FLAGGED = re.compile(rf"(?i)((?:^|\s)--?(?:[\w.]+-)*{_SECRET}(?:-\w+)*\s+)(\"[^\"]*\"|'[^']*'|[^\s-]\S*)")
+_FLAGGED = re.compile(rf"(?i)((?:^|[\s'\"(\[,=])--?(?:[\w.]+-)*{_SECRET}(?:-\w+)*[\"']?,?\s+)(\"[^\"]*\"|'[^']*'|[^\s-]\S*)")
 _SHAPES = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{6,}|sk-[A-Za-z0-9_-]{6,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{12,}"
     r"|xox[abprs]-[\w-]{8,}|AKIA[0-9A-Z]{12,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*|nvapi-[\w-]{8,})"

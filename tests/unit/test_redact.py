@@ -33,6 +33,8 @@ CANARY = "Zq7canary9Xw"
         ["curl", f"https://user:{CANARY}@host/path"],
         ["curl", f"https://host/path?token={CANARY}&x=1"],
         ["serve", f'{{"api_key": "{CANARY}", "x": 1}}'],
+        ["sh", "-c", f"print('--api-key {CANARY}')"],
+        ["sh", "-c", f"run(['serve', '--api-key', '{CANARY}'])"],
         ["serve", f"hf_{CANARY}"],
         ["serve", f"--x=sk-{CANARY}"],
     ],
