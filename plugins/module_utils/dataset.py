@@ -15,9 +15,9 @@ import mmap
 import os
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, overload
 
 from ansible_collections.relight.recovery.plugins.module_utils.durable import fsync_directory, write_json
 from ansible_collections.relight.recovery.plugins.module_utils.records import (
@@ -216,8 +216,31 @@ def _index_lines(path: str) -> Iterator[tuple[int, Fixed]]:
             yield end, item
 
 
+class Items(Sequence[Fixed]):
+    """The lines about the fixed records. Only where each ends is held in memory, 8 bytes a record."""
+
+    def __init__(self, path: str, ends: array[int]) -> None:
+        self._ends = ends
+        with open(path, "rb") as handle:
+            self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) if len(ends) > 1 else None
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Fixed: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Fixed]: ...
+    def __getitem__(self, index: int | slice) -> Fixed | Sequence[Fixed]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self) or self._map is None:
+            raise IndexError(f"no fixed record {index}")
+        return Fixed(**json.loads(self._map[self._ends[index] : self._ends[index + 1]]))
+
+
 class FixedRecords:
-    """The fixed records for reading. Only their places and digests are held in memory; ids are read from a mapped file."""
+    """The fixed records for reading. Only the places of their lines are held in memory; the rest is read from mapped files."""
 
     def __init__(self, folder: str) -> None:
         """Open the fixed records of `folder`. Raises FileNotFoundError where none were made, BadDataset, OSError."""
@@ -227,8 +250,12 @@ class FixedRecords:
             raise BadDataset(f"{folder}: was written by a newer Relight")
         self._handle = open(os.path.join(folder, BODY), "rb")
         size = os.fstat(self._handle.fileno()).st_size
-        told = (item for _end, item in _index_lines(os.path.join(folder, INDEX)))
-        self.items: list[Fixed] = [item for item in told if item.offset + 5 * item.tokens <= size]
+        ends = array("Q", [0])
+        for end, item in _index_lines(os.path.join(folder, INDEX)):
+            if item.offset + 5 * item.tokens > size:
+                break
+            ends.append(end)
+        self.items = Items(os.path.join(folder, INDEX), ends)
         self._map = mmap.mmap(self._handle.fileno(), 0, access=mmap.ACCESS_READ) if size else None
 
     def __len__(self) -> int:

@@ -13,12 +13,14 @@ import json
 import os
 import re
 import shutil
+import sys
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
-from ansible_collections.relight.recovery.plugins.module_utils import ckpt
+from ansible_collections.relight.recovery.plugins.module_utils import ckpt, records
 from ansible_collections.relight.recovery.plugins.module_utils.durable import (
     TEMPORARY,
     append_line,
@@ -69,6 +71,21 @@ class Sample:
     extra: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a file says of itself by its structure, ids and mask, without its states."""
+
+    bytes: int
+    mtime: float
+    tokens: int
+    token_digest: str
+    record_digest: str
+    hidden_size: int
+    dtype: str
+    extra: Mapping[str, str]
+    header: ckpt.Header
+
+
 class Layout(Protocol):
     """Where samples live and in which form. Paths are relative to the store and written with forward slashes."""
 
@@ -83,6 +100,10 @@ class Layout(Protocol):
 
     def write(self, sink: ckpt.Sink, sample: Sample) -> None: ...
 
+    def look(self, path: str) -> Seen: ...
+
+    def states_of(self, header: ckpt.Header) -> list[ckpt.Tensor]: ...
+
 
 class SpecForge:
     """rows_{g}-{g+2000}/data_{i}.ckpt, a torch.save file each, as SpecForge's prepare_hidden_states.py lays them out."""
@@ -90,6 +111,7 @@ class SpecForge:
     name = "specforge"
     suffixes: tuple[str, ...] = (".ckpt", ".ckpt.gz")
     group = 2000
+    STATES = ("hidden_state", "aux_hidden_state")
     _PATH = re.compile(r"rows_(\d{1,12})-(\d{1,12})/data_(\d{1,12})\.ckpt\Z", re.ASCII)
     _SHARD = re.compile(r"rows_\d{1,12}-\d{1,12}\Z", re.ASCII)
 
@@ -110,6 +132,57 @@ class SpecForge:
 
     def write(self, sink: ckpt.Sink, sample: Sample) -> None:
         ckpt.write(sink, sample.tensors, {**sample.extra, "token_digest": sample.token_digest, "run": sample.run})
+
+    def look(self, path: str) -> Seen:
+        """Read a sample's structure, ids and mask. Raises ckpt.Torn, ckpt.Strange, OSError."""
+        with open(path, "rb") as handle:
+            header = ckpt.read_header_of(handle)
+            status = os.fstat(handle.fileno())
+            lacking = [name for name in ("input_ids", "loss_mask", *self.STATES) if name not in header.tensors]
+            if lacking:
+                raise ckpt.Strange(f"lacks {lacking[0]}")
+            ids, mask, final, aux = (header.tensors[name] for name in ("input_ids", "loss_mask", *self.STATES))
+            tokens, hidden = (ids.shape[0], final.shape[-1]) if ids.shape and final.shape else (0, 0)
+            self._judge_shapes(ids, mask, final, aux)
+            id_bytes = b"".join(ckpt.chunks(handle, ids.offset, ids.nbytes))
+            mask_words = array("q", b"".join(ckpt.chunks(handle, mask.offset, mask.nbytes)))
+        if sys.byteorder == "big":
+            mask_words.byteswap()
+        flags = bytes(mask_words) if all(word in (0, 1) for word in mask_words) else b""
+        words = array("q", id_bytes)
+        if sys.byteorder == "big":
+            words.byteswap()
+        return Seen(
+            bytes=header.bytes,
+            mtime=status.st_mtime,
+            tokens=tokens,
+            token_digest=records.token_digest_of_bytes(id_bytes),
+            record_digest=records.record_digest(words, flags),
+            hidden_size=hidden,
+            dtype=final.dtype,
+            extra=header.extra,
+            header=header,
+        )
+
+    def _judge_shapes(self, ids: ckpt.Tensor, mask: ckpt.Tensor, final: ckpt.Tensor, aux: ckpt.Tensor) -> None:
+        """[L], [L], [1,L,H], [1,L,3H]; the leading 1 may be left out, as the trainer accepts it. Raises ckpt.Strange."""
+        tokens, hidden = ids.shape[0] if ids.shape else 0, final.shape[-1] if final.shape else 0
+        wanted = {
+            "loss_mask": (mask, (tokens,)),
+            "hidden_state": (final, (tokens, hidden)),
+            "aux_hidden_state": (aux, (tokens, 3 * hidden)),
+        }
+        for name, (tensor, shape) in wanted.items():
+            have = tensor.shape[1:] if len(tensor.shape) == 3 and tensor.shape[0] == 1 else tensor.shape
+            if not tokens or not hidden or have != shape:
+                raise ckpt.Strange(f"has {name} in the shape {list(tensor.shape)} for {tokens} tokens")
+        if len(ids.shape) != 1 or ids.dtype != "int64" or mask.dtype != "int64":
+            raise ckpt.Strange("has input_ids or loss_mask that are not one row of int64")
+        if final.dtype != aux.dtype or final.dtype not in ("float32", "float16", "bfloat16"):
+            raise ckpt.Strange(f"has states of the types {final.dtype} and {aux.dtype}")
+
+    def states_of(self, header: ckpt.Header) -> list[ckpt.Tensor]:
+        return [header.tensors[name] for name in self.STATES]
 
 
 LAYOUTS: dict[str, type[SpecForge]] = {"specforge": SpecForge}
@@ -157,13 +230,19 @@ class Manifest:
     def append(self, entry: Entry) -> None:
         append_line(self.path, json.dumps({"schema": SCHEMA, **asdict(entry)}, sort_keys=True))
 
+    def forget(self, index: int) -> None:
+        """Say that what is known of an index no longer holds, since its file was moved away. Raises OSError."""
+        append_line(self.path, json.dumps({"schema": SCHEMA, "index": index, "gone": True}, sort_keys=True))
+
     def read(self) -> dict[int, Entry]:
         """Entries by index. Raises OSError, NewerStore."""
         found: dict[int, Entry] = {}
         for line in read_lines(self.path):
             if isinstance(line.get("schema"), int) and line["schema"] > SCHEMA:
                 raise NewerStore(f"{self.path} has schema {line['schema']}, written by a newer Relight")
-            if all(isinstance(line.get(name), kinds) for name, kinds in _ENTRY_TYPES.items()):
+            if line.get("gone") is True and isinstance(line.get("index"), int):
+                found.pop(line["index"], None)
+            elif all(isinstance(line.get(name), kinds) for name, kinds in _ENTRY_TYPES.items()):
                 entry = Entry(**{item.name: line[item.name] for item in fields(Entry)})
                 found[entry.index] = entry
         return found
@@ -307,11 +386,39 @@ class Store:
             except BlockingIOError:
                 holder = os.pread(fd, 500, 0).decode(errors="replace").strip() or "an unnamed process"
                 raise Locked(f"the store {self.path} is being written by {holder}") from None
+            self._own(os.path.join(self.path, LOCK))
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{who}, pid {os.getpid()}\n".encode(), 0)
             yield
         finally:
             os.close(fd)
+
+    def writer(self) -> str | None:
+        """Who holds the store's lock now, or None. Changes nothing. Raises OSError."""
+        try:
+            fd = os.open(os.path.join(self.path, LOCK), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return os.pread(fd, 500, 0).decode(errors="replace").strip() or "an unnamed process"
+        finally:
+            os.close(fd)
+        return None
+
+    def _own(self, *paths: str) -> None:
+        """Give what root made to the store's owner, who works here without root. Raises OSError."""
+        if os.geteuid() == 0:
+            status = os.stat(self.path)
+            for path in paths:
+                os.chown(path, status.st_uid, status.st_gid)
+
+    def enter(self, shard: str, entry: Entry) -> None:
+        """Append a line about a file that is there already. Raises OSError."""
+        manifest = Manifest(os.path.join(self.path, shard))
+        manifest.append(entry)
+        self._own(manifest.path)
 
     # quarantine
 
@@ -328,9 +435,14 @@ class Store:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         line = {"schema": SCHEMA, "file": os.path.relpath(target, folder), "from": path, "reason": reason, "what": what}
         append_line(os.path.join(folder, "reason.jsonl"), json.dumps(line, sort_keys=True))
-        for made in (os.path.dirname(target), folder, os.path.dirname(folder), self.path):
-            fsync_directory(made)
+        made = (os.path.dirname(target), folder, os.path.dirname(folder))
+        self._own(*made, os.path.join(folder, "reason.jsonl"))
+        for directory in (*made, self.path):
+            fsync_directory(directory)
         _move(source, target)
+        index = self.layout.index_of(path)
+        if index is not None and os.path.exists(os.path.join(os.path.dirname(source), MANIFEST)):
+            Manifest(os.path.dirname(source)).forget(index)
         return target
 
     def quarantined(self) -> list[str]:
