@@ -97,9 +97,8 @@ def check(outputs: Sequence[int], layers: int | None = None) -> None:
     if outputs[0] < 0 or outputs[-1] >= layers:
         raise BadLayers(f"the layers [{listed}] are out of range: this model has the layer outputs 0 to {layers - 1}")
     if outputs[-1] == layers - 1:
-        raise BadLayers(
-            f"the layers [{listed}] hold the last layer, {layers - 1}, whose output cannot be captured (its state after the norm is dumped anyway)"
-        )
+        last = f"the last layer, {layers - 1}, whose output cannot be captured"
+        raise BadLayers(f"the layers [{listed}] hold {last} (its state after the norm is dumped anyway)")
 
 
 def version_numbers(version: str) -> tuple[int, ...]:

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import pytest
-
 from ansible_collections.relight.recovery.plugins.module_utils.layers import (
     BadLayers,
     Shape,
@@ -92,7 +91,12 @@ def test_parse():
 def test_shape_looks_under_text_config():
     nested = {
         "architectures": ["KimiK25ForConditionalGeneration"],
-        "text_config": {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 61, "hidden_size": 7168, "torch_dtype": "bfloat16"},
+        "text_config": {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "num_hidden_layers": 61,
+            "hidden_size": 7168,
+            "torch_dtype": "bfloat16",
+        },
         "num_hidden_layers": 27,  # of the vision tower
     }
     assert shape(nested) == KIMI
@@ -103,5 +107,6 @@ def test_shape_looks_under_text_config():
 
 
 def test_known_families():
-    assert is_known(LLAMA) and is_known(WRAPPED)
+    assert is_known(LLAMA)
+    assert is_known(WRAPPED)
     assert not is_known(Shape("BrandNewForCausalLM", 4, 8, ""))
