@@ -10,18 +10,18 @@ from importlib import import_module
 
 import relight
 
-# Subcommand: the module whose main(argv) serves it, and what `relight --help` says of it.
+# Subcommand: the function that serves it, called with the command's words, and what `relight --help` says of it.
 COMMANDS = {
-    "assess": ("relight.cli.plays", "look at the hosts of an inventory and change nothing"),
-    "recover": ("relight.cli.plays", "bring them back and resume the extraction"),
-    "status": ("relight.cli.plays", "tell how far the extraction is"),
-    "adopt": ("relight.cli.plays", "record the known-good state of healthy hosts"),
-    "rollback": ("relight.cli.plays", "undo the last storage switch"),
-    "remove": ("relight.cli.plays", "take Relight off the hosts; data stays"),
-    "report": ("relight.cli.report", "print the last report's verdict and its reasons"),
-    "wheelhouse": ("relight.cli.wheelhouse", "collect the wheels that hosts install from, without a network there"),
-    "extract": ("relight.extract.cli", "on a host: extract what the store is missing"),
-    "continuity": ("relight.extract.cli", "on a host: compare old samples with what the server gives now"),
+    "assess": ("relight.cli.plays:main", "look at the hosts of an inventory and change nothing"),
+    "recover": ("relight.cli.plays:main", "bring them back and resume the extraction"),
+    "status": ("relight.cli.plays:main", "tell how far the extraction is"),
+    "adopt": ("relight.cli.plays:main", "record the known-good state of healthy hosts"),
+    "rollback": ("relight.cli.plays:main", "undo the last storage switch"),
+    "remove": ("relight.cli.plays:main", "take Relight off the hosts; data stays"),
+    "report": ("relight.cli.report:main", "print the last report's verdict and its reasons"),
+    "wheelhouse": ("relight.cli.wheelhouse:main", "collect the wheels that hosts install from, without a network there"),
+    "extract": ("relight.extract.cli:main", "on a host: extract what the store is missing"),
+    "continuity": ("relight.extract.cli:continuity", "on a host: compare old samples with what the server gives now"),
 }
 
 
@@ -51,16 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(f"relight: there is no command {words[0]!r}; `relight --help` lists them", file=sys.stderr)
         return 2
-    module = COMMANDS[words[0]][0]
+    module, function = COMMANDS[words[0]][0].split(":")
     try:
-        served = import_module(module)
+        serve = getattr(import_module(module), function)
     except ModuleNotFoundError as error:
-        print(f"relight {words[0]}: the Python package {error.name!r} is not in this environment; {_remedy(module)}", file=sys.stderr)
+        extra = "host" if module.startswith("relight.extract") else "controller"
+        print(
+            f"relight {words[0]}: the Python package {error.name!r} is not in this environment; install relight[{extra}]", file=sys.stderr
+        )
         return 2
-    result: int = served.main(words)
+    # What is served by our own front is told its name; the client's functions take options alone.
+    result: int = serve(words if module.startswith("relight.cli") else words[1:])
     return result
-
-
-def _remedy(module: str) -> str:
-    extra = "host" if module.startswith("relight.extract") else "controller"
-    return f"install relight[{extra}]"
