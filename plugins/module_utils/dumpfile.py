@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 import array
-import hashlib
 import json
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ansible_collections.relight.recovery.plugins.module_utils import safetensors
+from ansible_collections.relight.recovery.plugins.module_utils.records import token_digest
 
 FORMAT = "relight-dump-1"
 
@@ -26,11 +25,6 @@ class Expected:
     layers: tuple[int, ...] | None = None
     hidden_size: int | None = None
     instance: str | None = None
-
-
-def token_digest(ids: Sequence[int]) -> str:
-    """The digest of token ids, as the dump's metadata and the manifest keep it."""
-    return hashlib.blake2b(b"".join(i.to_bytes(8, "little", signed=True) for i in ids), digest_size=16).hexdigest()
 
 
 def faults(path: str, expected: Expected) -> list[str]:

@@ -254,7 +254,8 @@ def _config_problems(seen: Seen) -> list[Problem]:
     if seen.config_fault:
         return [_problem("weights-config-torn", where, f"it cannot be read: {seen.config_fault}", again)]
     config = seen.config or {}
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    nested = config.get("text_config")
+    text: dict[str, Any] = nested if isinstance(nested, dict) else config
     other = "these weights belong to another configuration: restore both from one source"
     found = []
     hidden = text.get("hidden_size")
