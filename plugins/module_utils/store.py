@@ -148,7 +148,7 @@ class SpecForge:
             mask_words = array("q", b"".join(ckpt.chunks(handle, mask.offset, mask.nbytes)))
         if sys.byteorder == "big":
             mask_words.byteswap()
-        flags = bytes(mask_words) if all(word in (0, 1) for word in mask_words) else b""
+        flags = bytes(mask_words.tolist()) if all(word in (0, 1) for word in mask_words) else b""
         words = array("q", id_bytes)
         if sys.byteorder == "big":
             words.byteswap()
