@@ -33,7 +33,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parent.parent
 ROOT = CHECKOUT / "build" / "demo" / "host"
 MARKER = "etc/relight-drill-target"
-DATA_MIB = 192
+DATA_MIB = 128
 SHM_MIB = 1024
 # A unix socket's path has 108 bytes, and supervisord binds a temporary name that is longer by a dot and its pid.
 SOCKET_PATH_BYTES = 98

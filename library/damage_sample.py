@@ -9,7 +9,6 @@ import glob
 import json
 import os
 import random
-import statistics
 import zipfile
 from typing import Any
 
@@ -17,7 +16,7 @@ DOCUMENTATION = r"""
 module: damage_sample
 short_description: Damage intact samples of a store
 description:
-  - Picks whole files (a zip whose every entry has its right CRC) of at least the median size, by a seed.
+  - Picks whole files (a zip whose every entry has its right CRC) among the largest third, by a seed.
   - V(torn) cuts a file short under its final name, as a write that the crash interrupted. V(flipped) changes bytes in the
     middle and keeps size and time, as a bad block does.
   - A fault injector for drills. It refuses unless O(drill_target=true) and the file O(marker) exists on the host.
@@ -117,17 +116,16 @@ def whole(path: str) -> bool:
 
 
 def pick(paths: list[str], count: int, rnd: random.Random) -> list[str]:
-    """`count` whole files of at least the median size. Raises ValueError when there are too few."""
-    sizes = {path: os.path.getsize(path) for path in paths}
-    middle = statistics.median(sizes.values()) if sizes else 0
-    large = sorted(path for path, size in sizes.items() if size >= middle)
+    """`count` whole files among the largest third. Raises ValueError when there are too few."""
+    by_size = sorted(paths, key=lambda path: (os.path.getsize(path), path))
+    large = by_size[-max(len(by_size) // 3, 1) :]
     rnd.shuffle(large)
     victims: list[str] = []
     for path in large:
         if len(victims) < count and whole(path):
             victims.append(path)
     if len(victims) < count:
-        raise ValueError(f"only {len(victims)} of {count} whole samples of at least median size are there")
+        raise ValueError(f"only {len(victims)} of {count} whole samples among the largest third")
     return victims
 
 

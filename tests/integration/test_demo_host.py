@@ -210,7 +210,7 @@ def test_damaged_samples_were_whole_and_large(machine: Machine) -> None:
     assert (victim.stat().st_size, victim.stat().st_mtime_ns) == (sizes[victim.name], times[victim.name])
     with zipfile.ZipFile(victim) as archive:
         assert archive.testzip() == "data.pkl"
-    assert "only" in machine.inject("damage_sample", damage="torn", count=7, **options)["msg"]
+    assert "only" in machine.inject("damage_sample", damage="torn", count=4, **options)["msg"]
 
 
 def test_wipe_empties_a_directory_and_follows_no_link(machine: Machine) -> None:
