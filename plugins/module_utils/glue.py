@@ -29,6 +29,11 @@ ACT: dict[str, dict[str, Any]] = {
     "consent": {"type": "raw"},
     "lock_wait_seconds": {"type": "float", "default": 60.0},
 }
+# The further options of doc fragment relight.recovery.poll: for the action plugin, which polls the module.
+POLL: dict[str, dict[str, Any]] = {
+    "wait_seconds": {"type": "float", "default": 0.0},
+    "poll_seconds": {"type": "float", "default": 2.0},
+}
 
 
 @dataclass

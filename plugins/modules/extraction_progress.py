@@ -11,7 +11,7 @@ short_description: How far is the extraction?
 description:
   - Reads the client's C(progress.json) in O(state_dir) and tells whether the extraction is finished, advancing, silent or ended.
   - An action plugin of the same name runs this module in short polls until O(goal) is reached, and prints a line when something moves.
-extends_documentation_fragment: [relight.recovery.common]
+extends_documentation_fragment: [relight.recovery.common, relight.recovery.poll]
 attributes:
   check_mode:
     support: full
@@ -30,14 +30,6 @@ options:
   pid:
     description: The client that is waited for; what another wrote before it is no progress.
     type: int
-  wait_seconds:
-    description: How long to wait for O(goal); V(0) looks once. Taken by the action plugin.
-    type: float
-    default: 0
-  poll_seconds:
-    description: The pause between two polls. Taken by the action plugin.
-    type: float
-    default: 2
 """
 
 EXAMPLES = r"""
@@ -76,11 +68,10 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={
             **glue.COMMON,
+            **glue.POLL,
             "goal": {"type": "str", "choices": list(progress.GOALS), "default": "none"},
             "missing": {"type": "int"},
             "pid": {"type": "int"},
-            "wait_seconds": {"type": "float", "default": 0.0},
-            "poll_seconds": {"type": "float", "default": 2.0},
         },
         supports_check_mode=True,
     )

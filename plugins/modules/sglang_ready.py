@@ -78,6 +78,7 @@ options:
     default: 30.0
 extends_documentation_fragment:
   - relight.recovery.common
+  - relight.recovery.poll
   - relight.recovery.manager
 """
 
@@ -170,6 +171,7 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={
             **glue.COMMON,
+            **glue.POLL,
             **services.OPTIONS,
             "host": {"type": "str", "default": "127.0.0.1"},
             "port": {"type": "int", "default": 30000},
