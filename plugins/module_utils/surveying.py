@@ -17,7 +17,7 @@ from typing import Any
 from ansible_collections.relight.recovery.plugins.module_utils import bounded, inventory
 from ansible_collections.relight.recovery.plugins.module_utils.gate import Gate, Problem, Verdict
 from ansible_collections.relight.recovery.plugins.module_utils.inventory import Found, Request, Tally
-from ansible_collections.relight.recovery.plugins.module_utils.store import Entry, Store
+from ansible_collections.relight.recovery.plugins.module_utils.store import Entry, Store, layout
 
 NAMED = 10  # files of one verdict that get a problem each; the rest is counted
 REMEDIES = {
@@ -102,7 +102,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill what still runs; a child that is stuck in the kernel is left behind, not waited for."""
     if process.poll() is None:
         with suppress(subprocess.TimeoutExpired):
-            process.wait(1.0 if process.stdout is None else 0.2)
+            process.wait(0.5)
     if process.poll() is None:
         process.kill()
         with suppress(subprocess.TimeoutExpired):
@@ -145,7 +145,7 @@ def _folder(plan: Plan, folder: str, tally: Tally) -> None:
                 raise
             done.append(error.name)
             path = f"{folder}/{error.name}"
-            index = Store(plan.request.store, inventory.store.layout(plan.request.layout)).layout.index_of(path)
+            index = Store(plan.request.store, layout(plan.request.layout)).layout.index_of(path)
             what = f"did not answer within {plan.stall_seconds:g} s"
             tally.add({"found": asdict(Found(path, index, inventory.UNJUDGED, what))})
 

@@ -1,0 +1,220 @@
+# Copyright: the Relight authors
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoint format: what is written is read, in Python's zipfile too; what is cut, flipped or foreign is told."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+from array import array
+from pathlib import Path
+
+import pytest
+from ansible_collections.relight.recovery.plugins.module_utils import ckpt
+from ansible_collections.relight.recovery.plugins.module_utils.ckpt import TensorBytes
+from hypothesis import given
+from hypothesis import strategies as st
+
+TENSORS = {
+    "input_ids": TensorBytes("int64", (3,), array("q", [5, 6, 7]).tobytes()),
+    "hidden_state": TensorBytes("bfloat16", (1, 3, 2), bytes(range(12))),
+    "scalar": TensorBytes("float32", (), struct.pack("<f", 1.5)),
+    "empty": TensorBytes("uint8", (0, 4), b""),
+}
+
+
+def written(tensors: dict[str, TensorBytes] = TENSORS, extra: dict[str, str] | None = None) -> bytes:
+    sink = io.BytesIO()
+    ckpt.write(sink, tensors, {"run": "r", "ü": "1"} if extra is None else extra)
+    return sink.getvalue()
+
+
+def kept(folder: Path, data: bytes) -> str:
+    path = folder / "sample.ckpt"
+    path.write_bytes(data)
+    return str(path)
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = kept(tmp_path, written())
+    header = ckpt.read_header(path)
+    assert {name: (tensor.dtype, tensor.shape) for name, tensor in header.tensors.items()} == {
+        name: (tensor.dtype, tensor.shape) for name, tensor in TENSORS.items()
+    }
+    assert {name: ckpt.read_tensor(path, tensor) for name, tensor in header.tensors.items()} == {
+        name: bytes(tensor.buffer) for name, tensor in TENSORS.items()
+    }
+    assert header.extra == {"run": "r", "ü": "1"}
+    assert ckpt.broken_entries(path, header) == []
+
+
+def test_storages_are_aligned_for_mapping(tmp_path):
+    header = ckpt.read_header(kept(tmp_path, written()))
+    assert {entry.offset % 64 for entry in header.entries} == {0}
+
+
+def test_zipfile_agrees(tmp_path):
+    with zipfile.ZipFile(kept(tmp_path, written())) as archive:
+        assert archive.testzip() is None
+        assert archive.namelist()[:5] == [
+            "archive/data.pkl",
+            "archive/.format_version",
+            "archive/.storage_alignment",
+            "archive/byteorder",
+            "archive/data/0",
+        ]
+        assert archive.read("archive/data/0") == TENSORS["input_ids"].buffer
+
+
+class Sparse:
+    """A sink that counts, and keeps what is not a run of zeros: a file of 5 GiB without its bytes."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.kept: list[tuple[int, bytes]] = []
+
+    def write(self, data: ckpt.Buffer, /) -> None:
+        size = memoryview(data).nbytes
+        if size < 1 << 20:
+            self.kept.append((self.at, bytes(data)))
+        self.at += size
+
+    def save(self, path: Path) -> None:
+        with open(path, "wb") as handle:
+            for at, data in self.kept:
+                handle.seek(at)
+                handle.write(data)
+
+
+class FastCounting(ckpt._Counting):
+    """Passes large data on whole, without a checksum, since 5 GiB of zeros take long to add up."""
+
+    def put(self, data: ckpt.Buffer) -> None:
+        size = memoryview(data).nbytes
+        if size < 1 << 20:
+            super().put(data)
+        else:
+            self.sink.write(data)
+            self.at += size
+
+
+def test_tensors_beyond_4_gib(tmp_path, monkeypatch):
+    import mmap
+
+    size = (4 << 30) + 64
+    memory = mmap.mmap(-1, size)  # never touched, so never backed by memory
+    monkeypatch.setattr(ckpt, "_Counting", FastCounting)
+    sink = Sparse()
+    ckpt.write(
+        sink,
+        {"a": TENSORS["input_ids"], "big": TensorBytes("uint8", (size,), memoryview(memory)), "b": TENSORS["input_ids"]},
+        {},
+    )
+    path = tmp_path / "big.ckpt"
+    sink.save(path)
+    header = ckpt.read_header(str(path))
+    assert header.tensors["big"].nbytes == size
+    assert header.tensors["b"].offset > 4 << 30
+    assert ckpt.read_tensor(str(path), header.tensors["b"]) == TENSORS["input_ids"].buffer
+    with zipfile.ZipFile(path) as archive:
+        assert archive.read("archive/data/2") == TENSORS["input_ids"].buffer
+        assert archive.getinfo("archive/data/1").file_size == size
+
+
+WHOLE = written()
+
+
+@given(st.integers(0, len(WHOLE) - 1))
+def test_a_file_that_is_cut_anywhere_is_torn(tmp_path_factory, length):
+    with pytest.raises(ckpt.Torn):
+        ckpt.read_header(kept(tmp_path_factory.mktemp("cut"), WHOLE[:length]))
+
+
+def test_bytes_behind_the_end_are_seen(tmp_path):
+    with pytest.raises(ckpt.Torn):
+        ckpt.read_header(kept(tmp_path, WHOLE + b"\0"))
+
+
+@given(st.integers(0, len(WHOLE) - 1), st.integers(1, 255))
+def test_a_flipped_byte_is_seen_or_harmless(tmp_path_factory, at, by):
+    data = bytearray(WHOLE)
+    data[at] ^= by
+    path = kept(tmp_path_factory.mktemp("flip"), bytes(data))
+    try:
+        header = ckpt.read_header(path)
+        if ckpt.broken_entries(path, header):
+            return
+        tensors = {name: ckpt.read_tensor(path, tensor) for name, tensor in header.tensors.items()}
+    except (ckpt.Torn, ckpt.Strange):
+        return
+    assert tensors == {name: tensor.buffer for name, tensor in TENSORS.items()}
+    assert header.extra == {"run": "r", "ü": "1"}
+
+
+def rewritten(name: str, data: bytes) -> bytes:
+    """The whole file with one entry replaced, by zipfile."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(WHOLE)) as old, zipfile.ZipFile(out, "w") as new:
+        for item in old.namelist():
+            new.writestr(item, data if item == name else old.read(item))
+    return out.getvalue()
+
+
+class Evil:
+    def __reduce__(self):
+        return (print, ("executed",))
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "words"),
+    [
+        (pickle.dumps(Evil(), 2), ckpt.Strange, "would call __builtin__.print"),
+        (pickle.dumps([1], 2), ckpt.Strange, "EMPTY_LIST"),
+        (pickle.dumps({"a": 1}, 2), ckpt.Strange, '"a", which is not a tensor'),
+        (pickle.dumps(3, 2), ckpt.Strange, "does not hold a dict"),
+        (b"\x80\x02}", ckpt.Torn, "broken data.pkl"),
+        (b"\x80\x02h\x07.", ckpt.Torn, "broken data.pkl"),
+        (b"", ckpt.Torn, "broken data.pkl"),
+    ],
+)
+def test_a_strange_pickle_is_told_and_never_run(tmp_path, capsys, data, error, words):
+    with pytest.raises(error) as caught:
+        ckpt.read_header(kept(tmp_path, rewritten("archive/data.pkl", data)))
+    assert words in str(caught.value)
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_a_short_storage_is_torn(tmp_path):
+    with pytest.raises(ckpt.Torn, match="16 bytes for 'input_ids' where its header says 24"):
+        ckpt.read_header(kept(tmp_path, rewritten("archive/data/0", bytes(16))))
+
+
+def test_a_missing_storage_is_torn(tmp_path):
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(WHOLE)) as old, zipfile.ZipFile(out, "w") as new:
+        for item in old.namelist():
+            if item != "archive/data/0":
+                new.writestr(item, old.read(item))
+    with pytest.raises(ckpt.Torn, match="lacks the storage of 'input_ids'"):
+        ckpt.read_header(kept(tmp_path, out.getvalue()))
+
+
+def test_a_big_endian_file_is_refused(tmp_path):
+    with pytest.raises(ckpt.Strange, match="little-endian"):
+        ckpt.read_header(kept(tmp_path, rewritten("archive/byteorder", b"big")))
+
+
+def test_another_archive_is_no_sample(tmp_path):
+    path = tmp_path / "other.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/b.txt", "text")
+    with pytest.raises(ckpt.Strange, match=r"no data\.pkl"):
+        ckpt.read_header(str(path))
+
+
+@pytest.mark.parametrize(("dtype", "shape", "data"), [("int64", (2,), b"1234567"), ("float8", (1,), b"1"), ("bool", (2, 2), b"\0")])
+def test_a_tensor_that_is_not_what_it_says_is_refused(dtype, shape, data):
+    with pytest.raises(ValueError):
+        TensorBytes(dtype, shape, data)
