@@ -6,6 +6,8 @@
 
 A real SGLang server on CPUs, a real small model and real text; see README.md for what a GPU host changes. Everything is made
 under build/demo and nothing outside of it is touched. Exit 0 only if every claim of the proof holds.
+
+RELIGHT_DEMO_PORT and RELIGHT_DEMO_RECORDS change the server's port and the number of records (168).
 """
 
 from __future__ import annotations
@@ -194,7 +196,8 @@ def prepare(demo: Demo) -> int:
     demo.steps.step("Model: SmolLM2-135M-Instruct, de-quantized into five shards")
     demo.run([SGLANG_PYTHON, "demo/model.py", MODEL], "model")
     demo.steps.step("Training data: chats in the words of CPython's documentation")
-    made = json.loads(demo.run([SGLANG_PYTHON, "demo/dataset.py", MODEL, DATASET], "dataset").tail(1))
+    records = os.environ.get("RELIGHT_DEMO_RECORDS", "168")
+    made = json.loads(demo.run([SGLANG_PYTHON, "demo/dataset.py", MODEL, DATASET, "--records", records], "dataset").tail(1))
     words = "{records} records, {tokens} tokens, {shortest} to {longest} each"
     demo.steps.say(words.format(**made))
     demo.steps.step("Wheels for a host that reaches no registry")

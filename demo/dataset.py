@@ -85,6 +85,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Make the demo's training data out of CPython's own documentation.")
     parser.add_argument("model", type=Path, help="the directory of the model, for its tokenizer and chat template")
     parser.add_argument("out", type=Path, help="the JSON file to make")
+    parser.add_argument("--records", type=int, default=RECORDS, help="how many chats (%(default)s)")
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from pydoc_data.topics import topics
@@ -96,7 +97,7 @@ def main() -> int:
     def tokens_in(messages: Chat) -> int:
         return len(tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)["input_ids"])
 
-    records = chats(topics, tokens_in)
+    records = chats(topics, tokens_in, arguments.records)
     lengths = sorted(tokens_in(record["messages"]) for record in records)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     temporary = arguments.out.with_name(f".{arguments.out.name}.{os.getpid()}.tmp")
