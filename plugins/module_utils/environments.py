@@ -259,6 +259,11 @@ def install_wheel(target: Interpreter, folder: str, house: Wheelhouse) -> None:
 def uninstall_wheel(target: Interpreter, folder: str, house: Wheelhouse) -> None:
     """Raises StepFailed."""
     pip(target.python, folder, house, "uninstall", "--yes", "relight")
+    for left in ("ansible_collections/relight", "ansible_collections"):  # pip leaves them, empty
+        try:
+            os.rmdir(os.path.join(target.purelib, left))
+        except OSError:
+            break  # there is something else in it
 
 
 @dataclass(frozen=True)

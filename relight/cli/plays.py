@@ -84,7 +84,10 @@ def play(name: str, arguments: Sequence[str]) -> tuple[int, str | None]:
             playbook=f"relight.recovery.{name}",
             inventory=[],
             cmdline=shlex.join(arguments),
-            envvars={"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"},
+            envvars={
+                "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+                "ANSIBLE_FORCE_COLOR": str(sys.stdout.isatty()),
+            },
             settings={"suppress_output_file": True},
             suppress_env_files=True,
             event_handler=on_event,

@@ -92,31 +92,31 @@ def own_wheel(into: Path) -> Path:
     return rewheel(into)
 
 
-def rewheel(into: Path) -> Path:
-    """The wheel that this installation came from, from its files. Raises Refused or OSError."""
+def rewheel(into: Path, name: str = "relight") -> Path:
+    """The wheel that an installed pure Python package came from, from its files. Raises Refused or OSError."""
     try:
-        installed = metadata.distribution("relight")
+        installed = metadata.distribution(name)
     except metadata.PackageNotFoundError:
-        raise Refused("this Relight is neither a checkout nor an installed package") from None
-    info = f"relight-{installed.version}.dist-info"
-    path = into / f"relight-{installed.version}-py3-none-any.whl"
+        raise Refused(f"this {name} is neither a checkout nor an installed package") from None
+    info = f"{name}-{installed.version}.dist-info"
+    path = into / f"{name}-{installed.version}-py3-none-any.whl"
     rows: list[tuple[str, str, str]] = []
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in sorted(installed.files or [], key=str):
-            name = str(file)
-            if name.startswith("..") or name.endswith(".pyc"):
+            entry = str(file)
+            if entry.startswith("..") or entry.endswith(".pyc"):
                 continue  # scripts, which pip makes anew, and caches
-            if name.startswith(info) and Path(name).name in ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json"):
+            if entry.startswith(info) and Path(entry).name in ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json"):
                 continue  # what pip wrote when it installed
             content = Path(str(file.locate())).read_bytes()
             digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-            rows.append((name, f"sha256={digest}", str(len(content))))
-            _add(archive, name, content)
+            rows.append((entry, f"sha256={digest}", str(len(content))))
+            _add(archive, entry, content)
         record = io.StringIO()
         csv.writer(record, lineterminator="\n").writerows([*rows, (f"{info}/RECORD", "", "")])
         _add(archive, f"{info}/RECORD", record.getvalue().encode())
-    if not any(name.endswith("/WHEEL") for name, _, _ in rows):
-        raise Refused("the installed relight does not list its own files; install it from a wheel")
+    if not any(entry.endswith("/WHEEL") for entry, _, _ in rows):
+        raise Refused(f"the installed {name} does not list its own files; install it from a wheel")
     return path
 
 
