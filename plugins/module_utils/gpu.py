@@ -13,7 +13,7 @@ import re
 import signal
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ansible_collections.relight.recovery.plugins.module_utils import bounded, nvml, procs, services
@@ -55,6 +55,7 @@ class Query:
     host_memory: bool = True
     nvml_library: str | None = None
     device_prefix: str = "/dev/nvidia"
+    planned: tuple[str, ...] = ()  # units that an earlier step of this check run would have disabled
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ def groups(seen: Seen, query: Query, listed: Collection[str], consent: Collectio
         needs = None
         if kind == "foreign":
             needs = f"disable:unit:{unit}" if unit else f"kill:pid:{holders[0].pid}"
-            kind = "listed" if unit in listed else "granted" if needs in consent else "unlisted"
+            kind = "planned" if unit in query.planned else "listed" if unit in listed else "granted" if needs in consent else "unlisted"
         found.append(Group(name, unit, kind, tuple(holders), needs if kind == "unlisted" else None))
     return sorted(found, key=lambda group: group.name)
 
@@ -304,6 +305,8 @@ def _problem(group: Group, query: Query) -> Problem | None:
     where = group.name
     if group.kind == "ours":
         return None
+    if group.kind == "planned":
+        return Problem("depends-on-planned-act", where, f"would be disabled first: {held}", "run without --check", Verdict.UNKNOWN)
     if group.kind == "protected":
         large = sum(holder.mib for holder in group.holders) > query.threshold_mib or any(holder.ports for holder in group.holders)
         remedy = "it is never touched: stop it through its own unit if the server needs the room"
@@ -433,6 +436,8 @@ class Task:
     listed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
+        planned = tuple(sorted(_canonical(self.query.planned, self.manager)))
+        self.query = replace(self.query, planned=planned if self.check else ())
         self.listed = _canonical(self.query.units, self.manager)
 
     def look(self) -> tuple[Gate, list[Group]]:
@@ -464,7 +469,7 @@ def free(task: Task) -> Outcome:
 
 def _blocked(gate: Gate) -> bool:
     """Whether anything but what the plan ends is wrong. Memory that nobody explains may go with what is ended."""
-    mended = ("gpu-holder-listed", "gpu-holder-left", "gpu-memory-unaccounted")
+    mended = ("gpu-holder-listed", "gpu-holder-left", "gpu-memory-unaccounted", "depends-on-planned-act")
     return any(problem.verdict > Verdict.WARN and problem.code not in mended for problem in gate.problems)
 
 

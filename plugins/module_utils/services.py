@@ -220,10 +220,16 @@ class Disabled:
 
 
 def disable(found: Manager, name: str, state_dir: str | None, seconds: float, mask: bool = False) -> None:
-    """Disable a unit with the record written first, so that a kill in between loses no way back."""
+    """Disable a unit and end all its processes, orphans included.
+
+    The record is written first, so that a kill in between loses no way back. Raises ManagerError.
+    """
     plan = found.plan_disable(name, mask)
     Disabled(state_dir).add(plan)
+    processes = procs.every()
+    members = [processes[pid] for pid, owner in found.owners(processes, processes).items() if owner == plan["unit"]]
     found.disable(plan, seconds)
+    procs.terminate(members, seconds)
 
 
 def wait_state(look: Any, wanted: tuple[str, ...], seconds: float) -> Unit:

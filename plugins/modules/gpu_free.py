@@ -48,9 +48,15 @@ options:
     elements: str
     default: []
   protected:
-    description: Names of programs or units that are never touched. They replace the built-in list of GPU system services.
+    description: Names of programs or units that are never touched, beside the GPU's own system services and display servers.
     type: list
     elements: str
+    default: []
+  planned:
+    description: In check mode, units that an earlier step of the same run would have disabled. No action is listed for them.
+    type: list
+    elements: str
+    default: []
   holder_min_mib:
     description: With O(gpu_count=0), the resident memory from which a service counts as a holder.
     type: int
@@ -121,7 +127,8 @@ def act(module: AnsibleModule) -> glue.Outcome:
         ports=tuple(params["ports"]),
         our_units=tuple(params["our_units"]),
         units=tuple(params["units"]),
-        protected=gpu.PROTECTED if params["protected"] is None else tuple(params["protected"]),
+        protected=(*gpu.PROTECTED, *params["protected"]),
+        planned=tuple(params["planned"]),
         holder_min_mib=params["holder_min_mib"],
         threshold_mib=params["threshold_mib"],
         host_memory=params["host_memory"],
@@ -151,7 +158,8 @@ def main() -> None:
             "ports": {"type": "list", "elements": "int", "default": []},
             "our_units": {"type": "list", "elements": "str", "default": []},
             "units": {"type": "list", "elements": "str", "default": []},
-            "protected": {"type": "list", "elements": "str"},
+            "protected": {"type": "list", "elements": "str", "default": []},
+            "planned": {"type": "list", "elements": "str", "default": []},
             "holder_min_mib": {"type": "int", "default": 64},
             "threshold_mib": {"type": "int", "default": 64},
             "host_memory": {"type": "bool", "default": True},
