@@ -86,7 +86,7 @@ def play(name: str, arguments: Sequence[str]) -> tuple[int, str | None]:
             cmdline=shlex.join(arguments),
             envvars={
                 "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-                "ANSIBLE_FORCE_COLOR": str(sys.stdout.isatty()),
+                **({} if sys.stdout.isatty() else {"ANSIBLE_NOCOLOR": "1"}),  # Ansible itself always sees a terminal here
             },
             settings={"suppress_output_file": True},
             suppress_env_files=True,
