@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from ansible_collections.relight.recovery.plugins.module_utils.dataset import BadDataset, FixedRecords
 from ansible_collections.relight.recovery.plugins.module_utils.journal import Journal
-from ansible_collections.relight.recovery.plugins.module_utils.store import Locked, NewerStore, Store, UnknownLayout, layout
+from ansible_collections.relight.recovery.plugins.module_utils.store import Locked, NewerStore, Store
 
 from relight.extract import links
 from relight.extract.client import Extraction, exit_sentence, unfinished
@@ -30,17 +30,6 @@ BEAT_SECONDS = 1.0
 PHASES = {DONE: "done", STOPPED: "stopped", SOME_GIVEN_UP: "failed", GAVE_UP: "failed", BAD_INPUT: "failed"}
 
 
-def open_store(config: Config) -> Store:
-    """The store of a configuration, which need not exist yet. Raises BadInput."""
-    try:
-        store = Store(config.store, layout(config.layout))
-    except UnknownLayout as error:
-        raise BadInput(str(error)) from error
-    if not os.path.isdir(config.store) and not os.path.isdir(os.path.dirname(os.path.abspath(config.store))):
-        raise BadInput(f"the directory of the store {config.store} is missing: is its disk mounted?")
-    return store
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Extract what is missing; the exit code."""
     parser = argparse.ArgumentParser(prog="relight extract", description="Extract the hidden states that the store lacks.")
@@ -48,11 +37,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         config = load(options.config)
-        store = open_store(config)
+        store = links.open_store(config)
     except BadInput as error:
         print(f"relight extract: {error}", file=sys.stderr, flush=True)
         return BAD_INPUT
     return asyncio.run(_extract(config, store))
+
+
+def continuity(argv: Sequence[str] | None = None) -> int:
+    """The command `relight continuity`; the exit code."""
+    from relight.extract.continuity import main as check
+
+    return check(argv)
 
 
 async def _extract(config: Config, store: Store) -> int:

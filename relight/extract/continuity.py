@@ -148,11 +148,7 @@ class Probe:
         record = self.records.items[entry.index] if entry.index < len(self.records) else None
         try:
             path = self.store.path_of(entry.index)
-            return (
-                record is not None
-                and record.token_digest == entry.token_digest
-                and file_digest(path, os.stat(path).st_size) == entry.digest
-            )
+            digest = file_digest(path, os.stat(path).st_size)
         except (OSError, ckpt.Torn):
             return False
         return record is not None and record.token_digest == entry.token_digest and digest == entry.digest
@@ -258,11 +254,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _gate(path: str, samples: int) -> Gate:
     """Whatever goes wrong is a verdict."""
-    from relight.extract.cli import open_store
-
     try:
         config = load(path)
-        return asyncio.run(check(config, open_store(config), samples))
+        return asyncio.run(check(config, links.open_store(config), samples))
     except (BadInput, GiveUp) as error:
         remedy = "mend it, then run continuity again"
         return Gate(continuity.GATE, {"probe_tokens": 0}, [Problem("continuity-wrong-server", path, str(error), remedy)])

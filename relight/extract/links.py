@@ -6,16 +6,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from ansible_collections.relight.recovery.plugins.module_utils.store import Runs, Store
+from ansible_collections.relight.recovery.plugins.module_utils.store import Runs, Store, UnknownLayout, layout
 
 from relight.extract.config import BadInput, Config, GiveUp
 from relight.extract.dumpfile import NORM, Server
 
 PROVENANCE = ("sglang", "plugin", "torch", "tp", "model_path", "dtype")
+
+
+def open_store(config: Config) -> Store:
+    """The store of a configuration, which need not exist yet. Raises BadInput."""
+    try:
+        store = Store(config.store, layout(config.layout))
+    except UnknownLayout as error:
+        raise BadInput(str(error)) from error
+    if not os.path.isdir(config.store) and not os.path.isdir(os.path.dirname(os.path.abspath(config.store))):
+        raise BadInput(f"the directory of the store {config.store} is missing: is its disk mounted?")
+    return store
 
 
 def identity(config: Config, dtype: str) -> dict[str, Any]:
