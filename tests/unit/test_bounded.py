@@ -12,8 +12,8 @@ import time
 from contextlib import suppress
 
 import pytest
-
 from ansible_collections.relight.recovery.plugins.module_utils import bounded
+
 from tests.harness import ROOT
 
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import pytest
-
 from ansible_collections.relight.recovery.plugins.module_utils import redact
 
 CANARY = "Zq7canary9Xw"

@@ -9,8 +9,8 @@ import os
 import sys
 
 import pytest
-
 from ansible_collections.relight.recovery.plugins.module_utils import procs, supervisord
+
 from tests import supervisor
 from tests.harness import ModuleFailed, run_module
 
