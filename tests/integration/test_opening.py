@@ -43,7 +43,7 @@ def play(tmp_path):
         done = subprocess.run(
             [Path(sys.executable).with_name("ansible-playbook"), "-i", inventory, ROOT / "recover.yml", *arguments],
             cwd=tmp_path,
-            env={**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_LOCAL_TEMP": str(tmp_path / "tmp"), "ANSIBLE_CONFIG": "/dev/null"},
+            env={**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_LOCAL_TEMP": str(tmp_path / "tmp")},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
