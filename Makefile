@@ -18,9 +18,11 @@ SHELL := /bin/bash
 .PHONY: help demo test lint clean controller sglang
 
 BIN := .venv/bin
+# An environment whose Python runs is kept: one laid over it by another Python would break it.
+ENVIRONMENT = "$(1)/bin/python" -c 'import ssl, pip' 2>/dev/null || "$$(tools/find-python)" -m venv --clear "$(1)"
 TESTS ?= tests
 TORCH_INDEX ?=
-PIP := -m pip --disable-pip-version-check --no-input --quiet --retries 5
+PIP := -m pip --disable-pip-version-check --no-input -qq --retries 5
 CONTROLLER := .venv/.made-controller
 SGLANG := .venv/sglang/.made
 
@@ -33,13 +35,13 @@ sglang: $(SGLANG)
 $(CONTROLLER): pyproject.toml
 	@tools/check-system
 	@echo "relight: making .venv: Ansible, linters, test runner (about a minute, once)"
-	@"$$(tools/find-python)" -m venv .venv
+	@$(call ENVIRONMENT,.venv)
 	@$(BIN)/python $(PIP) install --editable '.[dev]'
 	@touch $@
 
 $(SGLANG): demo/requirements-sglang.txt Makefile $(CONTROLLER)
 	@echo "relight: making .venv/sglang: SGLang 0.5.23 for CPUs and a small real model (2.3 GB, 3 to 6 minutes, once)"
-	@"$$(tools/find-python)" -m venv .venv/sglang
+	@$(call ENVIRONMENT,.venv/sglang)
 	@.venv/sglang/bin/python $(PIP) install $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') torch==2.13.0
 	@echo "relight:   torch is there; what SGLang imports"
 	@.venv/sglang/bin/python $(PIP) install --requirement demo/requirements-sglang.txt
