@@ -24,6 +24,7 @@ from ansible_collections.relight.recovery.plugins.module_utils.units import disa
 MIB = 1 << 20
 LOOK_SECONDS = 30.0
 SETTLE_SECONDS = 60.0  # after the last kill: how long the driver and the kernel may take to give memory back
+STUCK_SECONDS = 2.0  # how long a holder must stay in D state to count as stuck
 LISTED_AT_MOST = 64  # holders in the evidence
 # Programs that belong to the GPU host itself. Killing them harms: monitoring that dies by SIGKILL has frozen GPUs.
 PROTECTED = (
@@ -142,7 +143,7 @@ def _holders(query: Query, manager: services.Manager, gpus: tuple[nvml.Gpu, ...]
     found = []
     for pid in sorted(wanted):
         unit = owners.get(pid)
-        process = processes.get(pid)
+        process = _really_stuck(processes.get(pid))
         found.append(
             Holder(
                 pid=pid,
@@ -158,6 +159,19 @@ def _holders(query: Query, manager: services.Manager, gpus: tuple[nvml.Gpu, ...]
     found += [Holder(None, None, ports=(port,)) for port in ports.get(None, ())]
     unreadable = [pid for pid in files.unreadable if pid in processes and processes[pid].ppid != procs.KERNEL_THREADS]
     return tuple(found), len(unreadable) if query.gpu_count else 0, error
+
+
+def _really_stuck(process: procs.Process | None) -> procs.Process | None:
+    """The process as it is once it left D state, which any read from a disk puts it in for a moment; else as it was."""
+    if process is None or not process.stuck:
+        return process
+    deadline = time.monotonic() + STUCK_SECONDS
+    while time.monotonic() < deadline:
+        now = procs.read(process.pid)
+        if now is None or not now.stuck:
+            return now
+        time.sleep(0.02)
+    return process
 
 
 def _canonical(names: Collection[str], manager: services.Manager) -> set[str]:

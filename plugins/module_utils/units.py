@@ -168,8 +168,8 @@ def not_listed(name: str) -> Outcome:
 
 
 def paste(consent: str) -> str:
-    """The remedy that an operator pastes."""
-    return f'if it may be stopped, run again with: -e \'{{"relight_consent": ["{consent}"]}}\''
+    """The remedy of what needs consent; the play that judges adds the whole line to paste."""
+    return f'if it may be stopped, add "{consent}" to relight_consent'
 
 
 def enabled(manager: Manager, name: str, state_dir: str, check: bool) -> Outcome:

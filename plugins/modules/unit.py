@@ -21,6 +21,8 @@ attributes:
   diff_mode: {support: full, description: Shows the unit file before and after, secrets masked.}
 options:
   state_dir:
+    description: Where the host keeps its journal, its lock and the record of what was disabled. It must survive a reboot.
+    type: path
     required: true
   name:
     description: The unit's name; for systemd C(.service) may be left out.

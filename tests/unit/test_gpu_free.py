@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 import pytest
-from ansible_collections.relight.recovery.plugins.module_utils import gpu, procs, services
+from ansible_collections.relight.recovery.plugins.module_utils import gpu, nvml, procs, services
 
 from tests import supervisor
 from tests.harness import ROOT, ModuleFailed, run_module
@@ -320,6 +320,19 @@ def test_ours_is_evidence_while_it_runs_and_a_leftover_when_it_does_not(box, por
     run_module("unit", **{**options, "state": "absent"})
 
 
+def test_a_unit_of_ours_with_another_configuration_than_its_file_is_stopped(box):
+    options = {**box.host.options, "name": "relight-t", "command": shlex.split(box.command()), "start_seconds": 0}
+    unit = run_module("unit", **options)["unit"]
+    supervisor.wait_for(lambda: procs.open_files((str(box.device),)).held)
+    assert verdict(box.run()) == "pass"
+    file = box.host.conf_dir / "relight-t.conf"
+    file.write_text(file.read_text().replace(f"Configuration {unit['hash']}", "Configuration 0123456789abcdef"))
+    assert codes(box.run()) == ["gpu-holder-left"]
+    assert verdict(box.run(state="free")) == "pass"
+    assert box.host.manager.units()["relight-t"].state == "stopped"
+    run_module("unit", **{**options, "state": "absent"})
+
+
 def test_a_host_without_gpus_is_judged_by_port_and_memory(box, port):
     listener = box.holder(device=False, port=port)
     heavy = box.host.add("mem-a", box.command(device=False, mib=96))
@@ -354,3 +367,34 @@ def test_a_service_manager_that_does_not_answer_is_unknown(box):
 def test_a_bare_string_is_no_consent(box):
     with pytest.raises(ModuleFailed, match="must be a list of names"):
         box.run(state="free", consent="kill:pid:1")
+
+
+def seen_process(state="S", name="python", pid=4000):
+    return procs.Process(pid, 1, 1, pid, pid, "bob", name, "python serve.py", state, 1 << 30, "/")
+
+
+@pytest.mark.parametrize(
+    ("holder", "code", "consent"),
+    [
+        (gpu.Holder(4000, seen_process("D"), gpu_mib=((0, 9000),)), "gpu-holder-stuck", None),
+        (gpu.Holder(4000, seen_process("Z"), gpu_mib=((0, 9000),)), "gpu-holder-zombie", None),
+        (gpu.Holder(4000, None, gpu_mib=((0, 9000),)), "gpu-holder-invisible", None),
+        (gpu.Holder(4000, seen_process(), gpu_mib=((0, 9000),), surely=False), "gpu-holder-invisible", None),
+        (gpu.Holder(None, None, ports=(30000,)), "port-holder-invisible", None),
+        (gpu.Holder(4000, seen_process(), "x.service", gpu_mib=((0, 9000),)), "gpu-holder-unlisted", "disable:unit:x.service"),
+        (gpu.Holder(4000, seen_process("D"), "x.service", gpu_mib=((0, 9000),)), "gpu-holder-unlisted", "disable:unit:x.service"),
+        (gpu.Holder(4000, seen_process(), "v.service", gpu_mib=((0, 9000),)), "gpu-holder-listed", None),
+        (gpu.Holder(4000, seen_process(), gpu_mib=((0, None),)), "gpu-holder-unlisted", "kill:pid:4000"),
+        (gpu.Holder(4000, seen_process(name="nv-hostengine"), gpu_mib=((0, 9000),)), "gpu-holder-protected", None),
+        (gpu.Holder(4000, seen_process(), "nvidia-dcgm.service", gpu_mib=((0, 9000),)), "gpu-holder-protected", None),
+        (gpu.Holder(4000, seen_process(), "relight-sglang.service", "left", ((0, 9000),)), "gpu-holder-left", None),
+    ],
+)
+def test_each_kind_of_holder_has_its_verdict(holder, code, consent):
+    seen = gpu.Seen((nvml.Gpu(0, "GPU-0", TOTAL, holder.mib, RESERVED),), (holder,))
+    gate = gpu.judge(seen, gpu.Query(gpu_count=1), listed={"v.service"}, consent={"kill:pid:1"})
+    assert [(problem.code, problem.consent) for problem in gate.problems] == [(code, consent)]
+
+
+def test_files_that_cannot_be_read_are_no_free_gpu():
+    assert gpu.judge(gpu.Seen(unreadable=3), gpu.Query(gpu_count=0)).worst.code == "holders-unreadable"

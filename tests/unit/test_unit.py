@@ -115,7 +115,7 @@ def test_a_foreign_unit_is_touched_only_when_listed_or_consented(host):
     refused = unit(host, "rogue-a", state="disabled")
     assert codes(refused) == ["unit-not-listed"]
     assert refused["gate"]["problems"][0]["consent"] == "disable:unit:rogue-a"
-    assert '{"relight_consent": ["disable:unit:rogue-a"]}' in refused["gate"]["problems"][0]["remedy"]
+    assert 'add "disable:unit:rogue-a" to relight_consent' in refused["gate"]["problems"][0]["remedy"]
     assert refused["changed"] is False
     assert codes(unit(host, "rogue-a", state="stopped")) == ["unit-foreign"]
     assert codes(unit(host, "rogue-a", state="absent", units=["rogue-a"])) == ["unit-foreign"]
