@@ -88,7 +88,7 @@ class Box:
         fixed = {
             "nvml_library": str(self.library),
             "device_prefix": str(self.folder / "dev-nvidia"),
-            "stable_seconds": 0.5,
+            "stable_seconds": 0.2,
             "term_seconds": 2,
         }
         options = {**self.host.options, **fixed, "our_units": ["relight-t"], **options}
