@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from ansible_collections.relight.recovery.plugins.module_utils import ckpt
 from ansible_collections.relight.recovery.plugins.module_utils.ckpt import TensorBytes
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 TENSORS = {
@@ -127,6 +127,7 @@ WHOLE = written()
 
 
 @given(st.integers(0, len(WHOLE) - 1))
+@settings(deadline=None)
 def test_a_file_that_is_cut_anywhere_is_torn(tmp_path_factory, length):
     with pytest.raises(ckpt.Torn):
         ckpt.read_header(kept(tmp_path_factory.mktemp("cut"), WHOLE[:length]))
@@ -138,6 +139,7 @@ def test_bytes_behind_the_end_are_seen(tmp_path):
 
 
 @given(st.integers(0, len(WHOLE) - 1), st.integers(1, 255))
+@settings(deadline=None)
 def test_a_flipped_byte_is_seen_or_harmless(tmp_path_factory, at, by):
     data = bytearray(WHOLE)
     data[at] ^= by
@@ -199,6 +201,33 @@ def test_a_missing_storage_is_torn(tmp_path):
                 new.writestr(item, old.read(item))
     with pytest.raises(ckpt.Torn, match="lacks the storage of 'input_ids'"):
         ckpt.read_header(kept(tmp_path, out.getvalue()))
+
+
+def directory_of(data: bytes) -> tuple[int, int]:
+    """Where the zip64 end record is, and where the directory's last entry begins."""
+    return data.index(b"PK\x06\x06"), data.rindex(b"PK\x01\x02")
+
+
+def test_a_directory_that_leaves_out_its_last_entry_is_torn(tmp_path):
+    end, last = directory_of(WHOLE)
+    data = bytearray(WHOLE)
+    count, _count, length = struct.unpack_from("<QQQ", data, end + 24)
+    struct.pack_into("<QQQ", data, end + 24, count - 1, count - 1, length - (end - last))
+    with pytest.raises(ckpt.Torn, match="does not end where the file does"):
+        ckpt.read_header(kept(tmp_path, bytes(data)))
+
+
+def test_an_entry_that_runs_into_the_directory_is_torn(tmp_path):
+    _end, last = directory_of(WHOLE)
+    data = bytearray(WHOLE)
+    struct.pack_into("<II", data, last + 20, 5000, 5000)
+    with pytest.raises(ckpt.Torn, match="'archive/version' that overlaps"):
+        ckpt.read_header(kept(tmp_path, bytes(data)))
+
+
+def test_a_renamed_tensor_does_not_pass_the_checksum_of_the_pickle(tmp_path):
+    with pytest.raises(ckpt.Torn, match="does not match its checksum"):
+        ckpt.read_header(kept(tmp_path, WHOLE.replace(b"input_ids", b"input_idz")))
 
 
 def test_a_big_endian_file_is_refused(tmp_path):

@@ -23,13 +23,14 @@ from ansible_collections.relight.recovery.plugins.module_utils.store import (
     UnknownLayout,
     layout,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.samples import fill, put, sample
 
 
 @given(st.integers(0, 10**9))
+@settings(deadline=None)
 def test_index_and_path_are_each_others_inverse(index):
     assert SpecForge().index_of(SpecForge().path_of(index)) == index
 
@@ -187,6 +188,7 @@ def test_safetensors_agree_with_the_formats_own_library(tmp_path):
 
 
 @given(st.data())
+@settings(deadline=None)
 def test_a_cut_or_longer_safetensors_file_is_broken(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("st") / "dump"
     with open(path, "wb") as handle:
