@@ -37,7 +37,7 @@ DP_ATTENTION = re.compile(r"enable_dp_attention'?[=:] ?True")
 
 # What ends a server, by how surely it does. The first of the surest kind is quoted.
 REFUSED, DEADLY, SUSPECT, LAST_WORDS = range(4)
-REFUSAL = re.compile(r"Relight refuses to start: .*")
+REFUSAL = re.compile(r"Relight(?: dump plugin)?(?: [\w.+-]+)? refuses to start: .*")
 DYING_HEAD = re.compile(r"hit an exception|[Ff]ailed to launch|[Ii]nitialization failed")
 DYING = re.compile(r"SIGQUIT received|Received sigquit|[Rr]ank \d+ scheduler (?:is dead|died)|Scheduler died")
 DEADLY_LINE = re.compile(r"\[Errno 98\].*|.*[Aa]ddress already in use.*|.*EADDRINUSE.*|^[\w.-]+: error: .*")

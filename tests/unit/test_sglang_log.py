@@ -116,6 +116,10 @@ FRAME = '  File "x.py", line 1, in f'
         (["ERROR: [Errno 98] error while binding"], "ERROR: [Errno 98] error while binding"),
         (["Relight refuses to start: chunked prefill is on"], "Relight refuses to start: chunked prefill is on"),
         ([TRACE, FRAME, "SystemExit: Relight refuses to start: lora"], "Relight refuses to start: lora"),
+        (
+            ["x Scheduler hit an exception: " + TRACE, FRAME, "RuntimeError: Relight dump plugin 0.1.0 refuses to start: LoRA is on."],
+            "Relight dump plugin 0.1.0 refuses to start: LoRA is on.",
+        ),
         (["[2026-12-01 13:00:01 TP1] torch.OutOfMemoryError: CUDA out of memory."], "torch.OutOfMemoryError: CUDA out of memory."),
         (["NCCL error: unhandled system error"], "NCCL error: unhandled system error"),
         (["Child process died with exit code -7"], "Child process died with exit code -7"),
