@@ -184,6 +184,25 @@ def test_a_pid_of_another_namespace_is_never_taken_for_one_here(box):
     assert (codes(result), result["changed"]) == (["gpu-holder-invisible"], False)
 
 
+@pytest.mark.parametrize(("device", "code"), [(True, "gpu-holder-unlisted"), (False, "gpu-holder-invisible")])
+def test_in_a_container_a_pid_counts_only_with_a_device_open(box, monkeypatch, device, code):
+    pid = box.holder(device=device).pid
+    box.gpus(f"hold compute {pid} 1000")
+    monkeypatch.setenv("NVML_DOUBLE", str(box.state))
+    monkeypatch.setattr(procs, "INITIAL_PID_NAMESPACE", "pid:[1]")
+    query = gpu.Query(gpu_count=2, nvml_library=str(box.library), device_prefix=str(box.device))
+    gate = gpu.judge(gpu.look(query, services.manager("none")), query)
+    assert [problem.code for problem in gate.problems] == [code]
+
+
+def test_memory_that_the_driver_does_not_say_is_not_a_number(box):
+    pid = box.holder().pid
+    box.gpus(f"hold mps {pid} -1", "leak 5000")
+    result = box.run()
+    assert result["gate"]["evidence"]["holders"][0]["gpu_mib"] == {"1": None}
+    assert codes(result) == ["gpu-holder-unlisted"], "who does not say how much it holds is taken to hold it all"
+
+
 def test_memory_that_nobody_holds_is_a_failure(box):
     box.gpus("leak 65")
     assert codes(box.run()) == ["gpu-memory-unaccounted"]
