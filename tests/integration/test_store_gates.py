@@ -227,3 +227,13 @@ def test_dataset_check_finds_the_fixed_records_in_the_state_directory(tmp_path):
     assert "record 1" in result["gate"]["problems"][0]["what"]
     unread = run_module("dataset_check", path=str(tmp_path))
     assert (unread["gate"]["verdict"], codes(unread)) == ("unknown", ["dataset-unreadable"])
+
+
+def test_many_bad_samples_are_named_in_part_and_counted_in_full(tmp_path):
+    filled = fill(tmp_path, [4] * 14)
+    for index in range(12):
+        os.truncate(filled.file(index), 700)
+    result = inventory(filled, tmp_path)
+    assert codes(result) == ["sample-torn"] * 11
+    assert result["gate"]["problems"][-1]["what"] == "2 more files are torn"
+    assert result["gate"]["evidence"]["torn"] == 12
