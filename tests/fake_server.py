@@ -14,6 +14,7 @@ import json
 import os
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,8 @@ class Fake:
         self.delay = delay
         self.instance = uuid.uuid4().hex
         self.layers: Sequence[int] = LAYERS
+        self.computed: Sequence[int] | None = None  # the layers that it dumps, where they are not those that it tells
+        self.final_scale = 1.0
         self.seed = 0
         self.noise = 0.0
         self.faults: dict[str, dict[str, Any]] = {}
@@ -87,7 +90,10 @@ class Fake:
         with open(temporary, "wb") as handle:
             handle.write(data)
         os.rename(temporary, os.path.join(self.dump_dir, name))
-        held = sum(entry.stat().st_size for entry in os.scandir(self.dump_dir) if entry.name.startswith("relight-"))
+        held = 0
+        for entry in os.scandir(self.dump_dir):
+            with suppress(FileNotFoundError):  # the client takes them away meanwhile
+                held += entry.stat().st_size if entry.name.startswith("relight-") else 0
         self.most_bytes = max(self.most_bytes, held)
 
     def fault(self, rid: str) -> str:
@@ -109,7 +115,8 @@ class Fake:
             ids = ids[:-1]
         if kind == "tokens":
             ids = [*ids[:-1], ids[-1] + 1]
-        final, aux = sample(ids, self.layers, self.seed, self.noise)
+        final, aux = sample(ids, self.computed or self.layers, self.seed, self.noise)
+        final = final * np.float32(self.final_scale)
         if kind == "nan":
             aux[0, -1, -1] = np.nan
         meta_ids = told if kind == "lie" else ids
@@ -149,9 +156,9 @@ class Fake:
         return web.json_response({"text": "", "meta_info": {"id": rid, "prompt_tokens": len(ids)}})
 
     async def control(self, request: web.Request) -> web.Response:
-        """Set faults, delay, seed, layers or noise; `restart` makes it another instance."""
+        """Set faults, delay and what is computed; `restart` makes it another instance."""
         told = await request.json()
-        for name in ("faults", "delay", "seed", "layers", "noise"):
+        for name in ("faults", "delay", "seed", "layers", "noise", "computed", "final_scale"):
             if name in told:
                 setattr(self, name, told[name])
         if told.get("restart"):

@@ -10,8 +10,9 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
 from ansible_collections.relight.recovery.plugins.module_utils.dataset import BadDataset, FixedRecords
@@ -71,6 +72,10 @@ async def _extract(config: Config, store: Store) -> int:
     except GiveUp as error:
         code, sentence = GAVE_UP, str(error)
         progress.error = sentence
+    except Exception as error:  # one sentence for people, the rest for the log
+        traceback.print_exc()
+        code, sentence = GAVE_UP, f"unexpected: {type(error).__name__}: {error}; the log has the trace"
+        progress.error = sentence
     finally:
         display.close()
     progress.phase = PHASES[code]
@@ -97,12 +102,17 @@ class _Work:
         new = not os.path.isdir(self.config.store)
         if new:
             await self._with_beat(asyncio.to_thread(self._fix))  # bad records leave no store behind
-        try:
-            with self.store.exclusive("relight extract"):
-                return await self._with_beat(self._locked())
-        except Locked as error:
-            self.locked_out = True
-            raise BadInput(str(error)) from error
+        with ExitStack() as held:
+            try:
+                held.enter_context(self.store.exclusive("relight extract"))
+            except Locked as error:
+                self.locked_out = True
+                raise BadInput(str(error)) from error
+            except OSError as error:
+                raise GiveUp(
+                    f"cannot write in the store {self.config.store}: {error.strerror or error}; mend that, then start again"
+                ) from error
+            return await self._with_beat(self._locked())
 
     def _fix(self) -> None:
         fixed_records(self.config).close()

@@ -215,6 +215,10 @@ class Extraction:
             try:
                 self.run_name = links.admit(self.store, self.config, seen, empty=self.progress.done == 0)
             except (OSError, ValueError, NewerStore) as error:
+                if isinstance(error, OSError) and error.errno in NO_ROOM:
+                    self._server_stamp = None
+                    self.room.arise(f"{self.config.store} has no room for its runs.json ({error.strerror})", now)
+                    return False
                 raise GiveUp(f"{self.config.store}: its runs cannot be kept: {error}") from error
             self.instance = seen.instance
         return True

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +18,11 @@ class Untokenizable(Exception):
 
 def load_tokenizer(model_dir: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a model directory, without a look at the network. Raises Untokenizable."""
-    from transformers import AutoTokenizer
-
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no PyTorch is meant
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
+        from transformers import AutoTokenizer
+
         tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises whatever the broken part raised
         raise Untokenizable(f"no tokenizer in {model_dir}: {_first_line(error)}") from error

@@ -329,42 +329,89 @@ def test_a_sample_without_its_manifest_line_is_entered_not_redone(make: Make) ->
     assert json.loads(manifest.read_text().splitlines()[-1]) | {"time": 0} == json.loads(lines[-1]) | {"time": 0}
 
 
-def test_a_full_store_is_waited_for_and_never_torn(tmp_path: Path) -> None:
-    """A real ENOSPC on a small tmpfs of the client's own: it waits, goes on when there is room, and gives up after its limit."""
-    small = tmp_path / "small"
-    small.mkdir()
-    mount = 'mount -t tmpfs -o size=256k none "$1" && echo up && exec sleep 1000'
-    namespace = subprocess.Popen(["unshare", "-Urm", "sh", "-c", mount, "sh", str(small)], stdout=subprocess.PIPE, text=True)
-    assert namespace.stdout is not None
-    if namespace.stdout.readline() != "up\n":
-        kill(namespace)
-        pytest.skip("NOT TESTED HERE: this machine lets nobody mount a tmpfs in a user namespace, so a full disk cannot be made")
-    inside = ("nsenter", "-t", str(namespace.pid), "-U", "-m", "--preserve-credentials")
-    work = Work(tmp_path, records(60), store=str(small / "store"), room_seconds=0.5)
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[SmallDisk]:
+    """A tmpfs of 1 MiB in a user and mount namespace of its own."""
+    disk = SmallDisk(tmp_path / "small")
+    yield disk
+    kill(disk.holder)
+
+
+class SmallDisk:
+    """A real file system that is soon full. `inside` runs a command where it is mounted; `outside` is its path for us."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir()
+        mount = 'mount -t tmpfs -o size=1m none "$1" && echo up && exec sleep 1000'
+        self.holder = subprocess.Popen(["unshare", "-Urm", "sh", "-c", mount, "sh", str(path)], stdout=subprocess.PIPE, text=True)
+        assert self.holder.stdout is not None
+        if self.holder.stdout.readline() != "up\n":
+            kill(self.holder)
+            pytest.skip("NOT TESTED HERE: this machine lets nobody mount a tmpfs in a user namespace, so no disk can be filled")
+        self.inside = ("nsenter", "-t", str(self.holder.pid), "-U", "-m", "--preserve-credentials")
+        self.path = path
+        self.outside = Path(f"/proc/{self.holder.pid}/root{path}")
+
+    def fill(self, leave_bytes: int) -> None:
+        """Take all of its space but `leave_bytes`."""
+        script = f"head -c 2000000 /dev/zero > {self.path}/filler; truncate -s -{leave_bytes} {self.path}/filler"
+        subprocess.run([*self.inside, "sh", "-c", script], check=True, capture_output=True)
+
+    def empty(self) -> None:
+        (self.outside / "filler").unlink()
+
+
+def test_a_disk_that_fills_up_under_a_write_is_waited_for_and_nothing_is_torn(tmp_path: Path, small: SmallDisk) -> None:
+    work = Work(tmp_path, records(60), concurrency=4)
+    try:
+        work.start_server(delay=0.15)
+        client = work.start(prefix=small.inside, store=str(small.path / "store"))
+        work.config["store"] = str(small.outside / "store")
+        wait_until(lambda: len(work.indices()) >= 4, what="some samples")
+        small.fill(leave_bytes=0)
+        wait_until(lambda: work.progress()["phase"] == "waiting-for-room", what="the phase")
+        halfway = work.indices()
+        assert work.wrong() == []
+        assert len(work.progress()["in_flight"]) >= 1
+        sent = len(work.seen()["requests"])
+        small.empty()
+        _out, _said = client.communicate(timeout=30)
+        assert (client.returncode, work.wrong(), len(work.indices())) == (0, [], 60)
+        assert 4 <= len(halfway) < 60
+        assert sent < 60
+        assert work.seen()["tokens"] == sum(len(record["input_ids"]) for record in work.data)  # kept dumps were stored, not made again
+        assert tally(work).temporaries == 0
+    finally:
+        work.close()
+
+
+def test_a_disk_that_stays_full_is_given_up(tmp_path: Path, small: SmallDisk) -> None:
+    work = Work(tmp_path, records(60))
     try:
         work.start_server()
-        seen = Path(f"/proc/{namespace.pid}/root{small}")
-        filler = 100
-        subprocess.run([*inside, "dd", "if=/dev/zero", f"of={small}/filler", "bs=1k", f"count={filler}"], check=True, capture_output=True)
-        client = work.start(prefix=inside)
+        small.fill(leave_bytes=200_000)
+        client = work.start(prefix=small.inside, store=str(small.path / "store"), room_seconds=0.5)
         _out, said = client.communicate(timeout=30)
+        work.config["store"] = str(small.outside / "store")
         assert client.returncode == 4
         assert re.search(r"small/store has (no room for sample|\d+ bytes free and needs)", said)
         assert "make room there" in said
-        work.config["store"] = str(seen / "store")
-        halfway = work.indices()
-        assert 0 < len(halfway) < 60
-        assert work.wrong() == []
-        assert tally(work).temporaries == 0
-        work.config["store"] = str(small / "store")
-        client = work.start(prefix=inside, room_seconds=60)
-        wait_until(lambda: work.progress()["phase"] == "waiting-for-room", what="the phase")
-        (seen / "filler").unlink()
-        client.communicate(timeout=30)
-        assert client.returncode in (0, 4)
-        work.config["store"] = str(seen / "store")
-        assert work.wrong() == []
-        assert len(work.indices()) > len(halfway)
+        assert (work.wrong(), tally(work).temporaries) == ([], 0)
+        assert 0 < len(work.indices()) < 60
+        assert work.left_in_dump() == []
     finally:
         work.close()
-        kill(namespace)
+
+
+def test_a_disk_without_any_room_gets_not_one_byte(tmp_path: Path, small: SmallDisk) -> None:
+    work = Work(tmp_path, records(10))
+    try:
+        work.start_server()
+        small.fill(leave_bytes=0)
+        client = work.start(prefix=small.inside, store=str(small.path / "store"), room_seconds=0.3)
+        _out, said = client.communicate(timeout=30)
+        assert client.returncode == 4
+        assert work.seen()["requests"] == []
+        assert "No space left" in said or "bytes free and needs" in said
+    finally:
+        work.close()
