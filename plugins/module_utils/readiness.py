@@ -159,8 +159,7 @@ def progress_of(seen: Seen) -> str:
             "generation": "generates",
             "dump": "generates and dumps",
         }[stage]
-    age = f", {seen.age_seconds:.0f} s since its start" if seen.age_seconds is not None else ""
-    return f"{text}{age}"
+    return text
 
 
 def _answer(answer: Answer | None) -> str:
@@ -198,6 +197,7 @@ def _evidence(seen: Seen) -> dict[str, Any]:
         "instance": (seen.announced or {}).get("instance"),
         "proven_before": seen.proven,
         "probe_tokens": sum(probe.tokens for probe in (seen.generation, seen.dump) if probe),
+        "age_seconds": round(seen.age_seconds, 1) if seen.age_seconds is not None else None,
         "idle_seconds": round(seen.idle_seconds, 1),
     }
 

@@ -10,9 +10,9 @@ module: sglang_ready
 short_description: Can the SGLang server really do the work?
 version_added: 0.1.0
 description:
-  - Takes one poll of a server's readiness and says whether there is anything left to wait for (RV(settled)), so that a
-    play waits in short tasks. It waits as long as there is progress, and ends at once on a line that no server survives,
-    which it quotes.
+  - Takes one poll of a server's readiness and says whether there is anything left to wait for (RV(settled)). The action
+    plugin of the same name repeats it for O(wait_seconds), so that a dropped connection costs one poll. It waits as long as
+    there is progress, and ends at once on a line that no server survives, which it quotes.
   - "The stages, in order: spawned, args, init, loading, loaded (by every rank), kv, capturing, warmup, fired-up, port,
     health, generation, dump."
   - The last two are real. A generation of one token and a marked request whose dump is read and compared are sent once
@@ -90,10 +90,8 @@ EXAMPLES = r"""
     dump_dir: /dev/shm/relight
     layers: [1, 29, 57]
     probe: true
-  register: ready
-  until: ready.settled | default(true)
-  retries: 1440
-  delay: 5
+    wait_seconds: 7200
+    poll_seconds: 5
 
 - name: See whether it still answers
   relight.recovery.sglang_ready:
@@ -116,7 +114,7 @@ progress:
   description: Where the server is, in a clause.
   returned: always
   type: str
-  sample: loading weights 12/64, 95 s since its start
+  sample: loading weights 12/64
 actions:
   description: Always empty, a look does nothing.
   returned: always
@@ -186,6 +184,8 @@ def main() -> None:
             "http_seconds": {"type": "float", "default": 30.0},
             "generation_seconds": {"type": "float", "default": 60.0},
             "dump_seconds": {"type": "float", "default": 30.0},
+            "wait_seconds": {"type": "float", "default": 0.0},
+            "poll_seconds": {"type": "float", "default": 2.0},
         },
         supports_check_mode=True,
     )
