@@ -9,6 +9,7 @@
 #
 # PYTHON=/path/to/python        the interpreter to build with (3.11 to 3.13; found by itself otherwise)
 # TORCH_INDEX=URL               where pip takes torch from, for example https://download.pytorch.org/whl/cpu
+# KEEP=1                        leave the embedded host of `make demo` running
 # TESTS="tests/unit -k gate"    what `make test` runs
 
 SHELL := /bin/bash
@@ -53,7 +54,7 @@ $(SGLANG): demo/requirements-sglang.txt Makefile $(CONTROLLER)
 
 demo: $(CONTROLLER) $(SGLANG)
 	@tools/check-system unshare nsenter mount
-	@$(BIN)/python -m demo
+	@$(BIN)/python -m demo $(if $(KEEP),--keep)
 
 test: $(CONTROLLER) $(SGLANG)
 	@tools/check-system unshare nsenter mount gcc
