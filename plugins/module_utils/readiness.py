@@ -29,6 +29,7 @@ DUMP_IDS = (3, 1, 4, 1, 5)
 SHELLS = frozenset(("sh", "bash", "dash", "ash", "zsh", "ksh", "fish", "su", "sudo", "nohup", "env", "setsid", "timeout", "tini"))
 SERVES = re.compile(r"sglang(?:[./]srt)?[./]launch_server|(?:^|[ /])sglang serve|^sglang::")
 DUMP_POLL_SECONDS = 0.05
+LOG_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,9 @@ def stage_of(seen: Seen) -> str:
         return "dump"
     if seen.generation and seen.generation.good:
         return "generation"
-    if seen.health and seen.health.good:
+    if seen.health and seen.health.good and told_enough(seen.log):
         return "health"
-    if seen.holder == "ours" and (seen.log is None or seen.log.cut or seen.log.was_ready):
+    if seen.holder == "ours" and told_enough(seen.log):
         return "port"
     return (seen.log.stage if seen.log else None) or "spawned"
 
@@ -230,13 +231,17 @@ def _dead(seen: Seen, target: Target, where: str) -> tuple[Problem, bool] | None
     return Problem("server-dead", where, f"the server is gone{last}", "read its log, then run recover.yml again"), True
 
 
+def told_enough(log: sglang_log.Log | None) -> bool:
+    """Whether the log is no reason to wait: it tells of the end of the start, or of no stage at all."""
+    return log is None or log.cut or log.was_ready or not log.times
+
+
 def _unfinished(seen: Seen, target: Target, where: str) -> tuple[Problem, bool] | None:
     """Still on its way, or stalled there; a log that does not show its beginning proves nothing by itself."""
     log = seen.log
     if seen.proven and ((seen.health and seen.health.good) or seen.batches_moved):
         return None  # a long prefill keeps /health waiting: work that goes on says more
-    answers = seen.alive and seen.serving is not False and seen.holder in ("ours", "unknown") and seen.health and seen.health.good
-    if answers and (log is None or log.cut or log.was_ready or seen.generation):
+    if seen.alive and seen.holder in ("ours", "unknown") and seen.health and seen.health.good and told_enough(log):
         return None
     if seen.alive and seen.idle_seconds >= target.stall_seconds:
         what = f"no progress for {seen.idle_seconds:.0f} s: {progress_of(seen)}"
@@ -503,8 +508,9 @@ def _read_log(target: Target, memory: Memory, since: float | None) -> tuple[sgla
         log = sglang_log.Log(since=since)
         memory.inode = memory.offset = 0
     try:
-        log, at = sglang_log.follow(target.log, log, sglang_log.Position(memory.inode, memory.offset))
-    except OSError as error:
+        position = sglang_log.Position(memory.inode, memory.offset)
+        log, at = bounded.call(sglang_log.follow, (target.log, log, position), LOG_SECONDS)
+    except (bounded.TimedOut, bounded.ChildFailed) as error:
         return None, str(error)
     memory.log, memory.inode, memory.offset = log.plain(), at.inode, at.offset
     return log, None
@@ -517,8 +523,7 @@ def _ask_server(seen: Seen, target: Target, host: Host, memory: Memory) -> Seen:
     memory.health_requests += 1
     health = ask(target.host, target.port, "GET", "/health", None, target.http_seconds)
     seen = _with(seen, announced=about, health=health, proven=proven)
-    far_enough = seen.log is None or seen.log.cut or seen.log.was_ready
-    if not (health.good and far_enough and target.probe and not target.check) or (proven and not target.reprobe):
+    if not (health.good and told_enough(seen.log) and target.probe and not target.check) or (proven and not target.reprobe):
         return seen
     generation = _generate(target, f"probe-{secrets.token_hex(8)}", GENERATION_IDS, 1)
     memory.probe_tokens += generation.tokens

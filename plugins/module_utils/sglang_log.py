@@ -11,6 +11,7 @@ import os
 import re
 import time
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from ansible_collections.relight.recovery.plugins.module_utils import redact
@@ -124,9 +125,10 @@ def from_plain(value: dict[str, Any]) -> Log:
 
 def feed(log: Log, line: str) -> Log:
     """Take one whole line. Returns the log to go on with: a fresh one where the line shows that another start began."""
-    line = COLOUR.sub("", line.rstrip("\n")).rpartition("\r")[2] if "\r" in line else COLOUR.sub("", line.rstrip("\n"))
+    line = line.rstrip("\n").rpartition("\r")[2]
+    line = COLOUR.sub("", line) if "\x1b" in line else line
     found = STAMPED.match(line)
-    stamp = time.mktime(time.strptime(found.group(1), "%Y-%m-%d %H:%M:%S")) if found else None
+    stamp = _seconds(found.group(1)) if found else None
     if stamp is not None and log.since is not None and stamp < int(log.since) - 1:
         return Log(since=log.since)
     tag, text = (found.group(2).strip(), found.group(3)) if found else ("", line)
@@ -148,6 +150,12 @@ def feed(log: Log, line: str) -> Log:
         _marks(log, text, tag, stamp)
         _endings(log, text)
     return log
+
+
+@lru_cache(maxsize=64)
+def _seconds(stamp: str) -> float:
+    """A stamp of this host's time zone as seconds since the epoch; many lines in a row share one."""
+    return time.mktime(time.strptime(stamp, "%Y-%m-%d %H:%M:%S"))
 
 
 def peek(log: Log, unfinished: str) -> None:

@@ -234,9 +234,25 @@ def test_our_own_refusal_is_quoted_while_the_process_still_falls(bench):
 def test_what_an_older_start_left_in_the_log_does_not_count(bench):
     old = time.time() - 3600
     bench.write(f"{stamp(old)} server_args={{'tp_size': 1}}", f"{stamp(old)} Load weight end.", f"{stamp(old)} {FIRED}")
+    bench.behave(health=503)
     server = bench.start()
     result = bench.poll(server)
     assert (codes(result), result["settled"]) == (["server-starting"], False)
+    evidence = result["gate"]["evidence"]
+    assert (evidence["log_says"], evidence["stage_seconds"], evidence["ranks_loaded"]) == ("unknown", {}, 0)
+
+
+def test_a_silent_log_leaves_the_proof_to_the_probes(bench):
+    server = bench.start()
+    bench.write("a line that tells of no stage")
+    assert bench.poll(server)["gate"]["verdict"] == "pass"
+
+
+def test_health_before_the_warm_up_ended_is_not_believed(bench):
+    server = bench.start()
+    bench.write(f"{stamp()} server_args={{'tp_size': 1}}", f"{stamp()} INFO:     Uvicorn running on http://127.0.0.1:1")
+    result = bench.poll(server)
+    assert (codes(result), result["progress"], result["settled"]) == (["server-starting"], "warming up", False)
     assert bench.paths() == ["/health"]
 
 
