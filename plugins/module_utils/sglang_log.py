@@ -21,6 +21,7 @@ MOST_CAUSES = 20
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 STAMPED = re.compile(r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)?((?: [A-Z]+\d+)*)\] ?(.*)")
+STAMP_INSIDE = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d")
 PROGRESS = re.compile(r"[Ll]oading (?:safetensors )?(?:checkpoint )?shards:.*?\| *(\d+)/(\d+)")
 ACCESS = re.compile(r'INFO: +[\d.a-f:\[\]]+:\d+ - "')
 BATCH = re.compile(r"(?:Prefill|Decode) batch")
@@ -127,6 +128,7 @@ def feed(log: Log, line: str) -> Log:
     """Take one whole line. Returns the log to go on with: a fresh one where the line shows that another start began."""
     line = line.rstrip("\n").rpartition("\r")[2]
     line = COLOUR.sub("", line) if "\x1b" in line else line
+    line = _after_bar(log, line)
     found = STAMPED.match(line)
     stamp = _seconds(found.group(1)) if found else None
     if stamp is not None and log.since is not None and stamp < int(log.since) - 1:
@@ -150,6 +152,17 @@ def feed(log: Log, line: str) -> Log:
         _marks(log, text, tag, stamp)
         _endings(log, text)
     return log
+
+
+def _after_bar(log: Log, line: str) -> str:
+    """The stamped line that another rank wrote behind an unfinished progress bar, or the line as it is."""
+    if "shards:" not in line:
+        return line
+    stamp = STAMP_INSIDE.search(line)
+    if stamp is None or stamp.start() == 0:
+        return line
+    _progress(log, line[: stamp.start()])
+    return line[stamp.start() :]
 
 
 @lru_cache(maxsize=64)

@@ -170,6 +170,12 @@ def test_what_falls_after_sigterm_is_no_cause():
     assert (log.says(), log.causes) == ("stopped", [])
 
 
+def test_a_rank_that_writes_behind_the_bar_of_another_is_counted():
+    bar = "\rMulti-thread loading shards:  60% Completed | 3/5 [00:01<00:00,  2.10it/s]"
+    log = told(HEAD, *(f"{bar}[2026-12-01 13:00:05 TP{rank}] Load weight end. elapsed=1" for rank in range(4)))
+    assert (log.loaded_ranks, log.loading, log.stage) == (["TP0", "TP1", "TP2", "TP3"], (3, 5), "loaded")
+
+
 def test_ranks_of_this_host():
     assert told(HEAD).ranks == 4
     assert told("[2026-12-01 13:00:00] server_args={'tp_size': 8, 'dp_size': 8, 'enable_dp_attention': True}").ranks == 8
