@@ -121,9 +121,9 @@ def already_linked(instance: str, link: dict[str, Any]) -> Gate:
     return Gate(GATE, {"instance": instance, "samples": 0, "probe_tokens": 0, "note": "this instance has passed", "link": link})
 
 
-def unknown(code: str, what: str, remedy: str) -> Gate:
-    """Nobody has looked, and why."""
-    return Gate(GATE, {"probe_tokens": 0}, [Problem(code, GATE, what, remedy, Verdict.UNKNOWN)])
+def unknown(code: str, what: str, remedy: str, probe_tokens: int = 0) -> Gate:
+    """Nobody has looked to the end, and why."""
+    return Gate(GATE, {"probe_tokens": probe_tokens}, [Problem(code, GATE, what, remedy, Verdict.UNKNOWN)])
 
 
 _REMEDY = "do not resume with this server: start the one that made the store (model, layers, dtype, patch), then run continuity again"

@@ -210,6 +210,8 @@ class Extraction:
         if seen is None:
             self.server.arise(f"no server with the dump plugin has written {dumpfile.SERVER_FILE} in {self.config.dump_dir}", now)
             return False
+        if seen.instance != self.instance and self.admission.flying:
+            return False  # what was sent to the former server is settled first
         self._server_stamp = stamp
         if seen.instance != self.instance:
             try:
@@ -246,11 +248,12 @@ class Extraction:
     async def _one(self, item: Item) -> None:
         """From request to sample. Raises GiveUp."""
         rid = self.names.rid(self.instance, item.index)
-        want = self._expected(rid, item)
+        want, run = self._expected(rid, item), self.run_name
         try:
             tokens = self.records.read(item.index)
+            self.progress.tokens_sent += item.tokens
             path = await self.fetcher.fetch(rid, tokens.ids)
-            await self._store_when_room(item, path, want, tokens.mask)
+            await self._store_when_room(item, path, want, tokens.mask, run)
         except Away as error:
             self._server_away(item, error)
         except dumpfile.OtherInstance as error:
@@ -271,11 +274,11 @@ class Extraction:
         digest = self.records.items[item.index].token_digest
         return dumpfile.Expected(rid, self.instance, digest, item.tokens, tuple(self.config.layers), self.config.hidden_size)
 
-    async def _store_when_room(self, item: Item, path: str, want: dumpfile.Expected, mask: bytes) -> None:
+    async def _store_when_room(self, item: Item, path: str, want: dumpfile.Expected, mask: bytes, run: str) -> None:
         """Write the sample; without room keep the dump and try again. Raises GiveUp, BadDump, Refused."""
         while True:
             try:
-                size = await self._in_thread(self._store, item.index, path, want, mask, self.run_name)
+                size = await self._in_thread(self._store, item.index, path, want, mask, run)
             except FileNotFoundError as error:
                 if error.filename == path:
                     raise Refused(f"its dump vanished from {self.config.dump_dir}") from error

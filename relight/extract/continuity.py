@@ -37,6 +37,14 @@ CANDIDATES = 4  # times the samples wanted: some may turn out not to be intact
 Array = np.ndarray[Any, Any]
 
 
+class Unanswered(Exception):
+    """The server went away under the check, which had sent it so many tokens."""
+
+    def __init__(self, message: str, probe_tokens: int) -> None:
+        super().__init__(message)
+        self.probe_tokens = probe_tokens
+
+
 def choose(entries: Sequence[Entry], wanted: int) -> list[Entry]:
     """Candidates, best first: the newest, then the longest, the shortest and what lies between them, each once."""
     if not entries:
@@ -202,7 +210,7 @@ def _code(error: Exception) -> str:
 
 
 async def check(config: Config, store: Store, samples: int) -> Gate:
-    """The verdict on the server that runs now, kept as a link. Raises BadInput, GiveUp, Away, OSError, ValueError."""
+    """The verdict on the server that runs now, kept as a link. Raises BadInput, GiveUp, Unanswered, OSError, ValueError."""
     server = dumpfile.read_server(config.dump_dir)
     if server is None:
         what = f"no server with the dump plugin has written {dumpfile.SERVER_FILE} in {config.dump_dir}"
@@ -215,6 +223,9 @@ async def check(config: Config, store: Store, samples: int) -> Gate:
         links.judge_server(config, server)
         links.judge_identity(config, runs)
         entries = [entry for entry in store.entries().values() if os.path.exists(store.path_of(entry.index))]
+        if not entries and _holds_files(store):
+            remedy = "run the inventory (`relight recover` does): it enters whole samples in the manifest"
+            return continuity.unknown("continuity-empty", f"{store.path} holds samples that no manifest lists", remedy)
         if not entries:
             gate = continuity.nothing_to_compare(server.instance)
             store.add_link(links.link(server.instance, gate.verdict.word, 0, {}, "nothing to compare"))
@@ -227,6 +238,11 @@ async def check(config: Config, store: Store, samples: int) -> Gate:
         return gate
 
 
+def _holds_files(store: Store) -> bool:
+    """Are there samples, listed or not? Raises OSError."""
+    return any(name.endswith(store.layout.suffixes) for shard in store.shards() for name in os.listdir(os.path.join(store.path, shard)))
+
+
 async def _probe(
     config: Config, store: Store, records: FixedRecords, server: dumpfile.Server, candidates: Sequence[Entry], wanted: int
 ) -> Seen:
@@ -235,7 +251,11 @@ async def _probe(
     try:
         async with session() as http:
             fetcher = Fetcher(http, config.server, watch, config.request_seconds, config.dump_seconds, config.max_new_tokens)
-            return await Probe(config, store, records, server, fetcher).run(candidates, wanted)
+            probe = Probe(config, store, records, server, fetcher)
+            try:
+                return await probe.run(candidates, wanted)
+            except Away as error:
+                raise Unanswered(str(error), probe.probe_tokens) from error
     finally:
         watching.cancel()
 
@@ -260,9 +280,9 @@ def _gate(path: str, samples: int) -> Gate:
     except (BadInput, GiveUp) as error:
         remedy = "mend it, then run continuity again"
         return Gate(continuity.GATE, {"probe_tokens": 0}, [Problem("continuity-wrong-server", path, str(error), remedy)])
-    except Away as error:
+    except Unanswered as error:
         remedy = "see why the server does not answer, then run continuity again"
-        return continuity.unknown("continuity-no-server", str(error), remedy)
+        return continuity.unknown("continuity-no-server", str(error), remedy, error.probe_tokens)
     except Locked as error:
         return continuity.unknown("continuity-store-locked", str(error), "stop the client that writes it, then run continuity again")
     except Exception as error:  # what nobody thought of is no pass either

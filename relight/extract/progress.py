@@ -31,6 +31,7 @@ class Progress:
     tokens_total: int = 0
     tokens_done: int = 0
     tokens_this_run: int = 0
+    tokens_sent: int = 0  # in requests of this run, answered or not
     bytes: int = 0
     phase: str = "starting"
     error: str | None = None
@@ -80,6 +81,7 @@ class Progress:
             "tokens_total": self.tokens_total,
             "tokens_done": self.tokens_done,
             "tokens_this_run": self.tokens_this_run,
+            "tokens_sent": self.tokens_sent,
             "tokens_per_s": round(self.tokens_per_s, 1),
             "bytes": self.bytes,
             "eta_seconds": self.eta_seconds,

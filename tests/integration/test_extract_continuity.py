@@ -129,6 +129,13 @@ def test_a_store_of_corrupt_samples_alone_proves_nothing(work: Work) -> None:
     assert len(links(work)) == 1
 
 
+def test_samples_that_no_manifest_lists_are_not_nothing(work: Work) -> None:
+    (work.store / "rows_0-2000" / "MANIFEST.jsonl").unlink()
+    gate = work.continuity()
+    assert (gate["verdict"], gate["problems"][0]["code"]) == ("unknown", "continuity-empty")
+    assert sent(work) == []
+
+
 def test_an_empty_store_has_nothing_to_compare(tmp_path: Path) -> None:
     work = Work(tmp_path, records(5))
     work.start_server()
@@ -139,6 +146,13 @@ def test_an_empty_store_has_nothing_to_compare(tmp_path: Path) -> None:
         assert work.seen()["requests"] == []
     finally:
         work.close()
+
+
+def test_tokens_sent_in_vain_are_counted(work: Work) -> None:
+    work.control(faults={"*": {"kind": "drop"}})
+    gate = work.continuity()
+    assert (gate["verdict"], gate["problems"][0]["code"]) == ("unknown", "continuity-no-server")
+    assert gate["evidence"]["probe_tokens"] == sum(len(work.data[index]["input_ids"]) for index in sent(work)) > 0
 
 
 def test_a_server_that_is_away_is_unknown(work: Work) -> None:
