@@ -64,13 +64,29 @@ def yamllint() -> bool:
 
 
 def ansible_lint() -> bool:
-    return run(
-        BIN / "ansible-lint",
-        "--config-file",
-        ".config/ansible-lint.yml",
-        "--nocolor",
-        env={"PATH": f"{BIN}:{os.environ['PATH']}", "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "collections")},
-    )
+    """On a staged copy without collections/: ansible-lint follows that link from the checkout into itself for ever."""
+    with tempfile.TemporaryDirectory(prefix="relight-lint-") as stage:
+        tree = Path(stage) / "ansible_collections" / "relight" / "recovery"
+        for name in (*SHIPPED, ".config", "inventory", "molecule", "library", "recover.yml", "drill.yml"):
+            stage_one(name, tree)
+        return run(
+            BIN / "ansible-lint",
+            "--config-file",
+            ".config/ansible-lint.yml",
+            "--nocolor",
+            cwd=tree,
+            env={"PATH": f"{BIN}:{os.environ['PATH']}", "ANSIBLE_COLLECTIONS_PATH": stage},
+        )
+
+
+def stage_one(name: str, tree: Path) -> None:
+    """Copy a file or folder of the checkout to its place in `tree`."""
+    source = ROOT / name
+    if source.is_dir():
+        shutil.copytree(source, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+    elif source.exists():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, tree / name)
 
 
 def sanity() -> bool:
@@ -83,14 +99,8 @@ def sanity() -> bool:
 
 
 def sanity_of(tree: Path) -> bool:
-    tree.mkdir(parents=True)
     for name in SHIPPED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
-        elif source.exists():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, tree / name)
+        stage_one(name, tree)
     env = {"HOME": str(sanity_home()), "PATH": f"{BIN}:{os.environ['PATH']}"}
     command = (BIN / "ansible-test", "sanity", "--python", PYTHON_VERSION, "--color", "no")
     primed = subprocess.run([*command, "--prime-venvs"], cwd=tree, env={**os.environ, **env}, text=True, capture_output=True, check=False)
