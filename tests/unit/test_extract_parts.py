@@ -66,6 +66,8 @@ def test_a_suspect_flies_alone() -> None:
     admission.land(first)
     assert admission.next(alone=False) is not None
     assert admission.next(alone=True) is None
+    admission.queue[0].suspect = True
+    assert admission.next(alone=False) is None
 
 
 def test_trouble_doubles_its_pause_and_ends() -> None:
@@ -164,7 +166,8 @@ def test_numbers_for_people() -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_what_is_not_finite_is_found_wherever_it_lies(dtype: str, bad: float) -> None:
-    values = np.linspace(-60000, 60000, 101).astype("<f4")
+    largest = 6e4 if dtype == "float16" else 3e38
+    values = np.linspace(-largest, largest, 101).astype("<f4")
     assert dumpfile.finite(raw(values, dtype), dtype)
     for place in (0, 50, 100):
         broken = values.copy()
