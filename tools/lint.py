@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,6 +24,7 @@ BIN = ROOT / ".venv" / "bin"
 SANITY_HOME = ROOT / ".venv" / "sanity-home"
 COLLECTION = ROOT / "collections" / "ansible_collections" / "relight" / "recovery"
 SHIPPED = ("plugins", "roles", "playbooks", "meta", "galaxy.yml", "README.md", "CHANGELOG.md", "LICENSE", "tests/sanity")
+EVERYTHING = (*SHIPPED, ".config", ".yamllint", "ansible.cfg", "recover.yml", "drill.yml", "library", "inventory", "molecule")
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 # ansible-test fetches pip's bootstrap script from its makers' server, unless a file of that name lies in its cache. This
@@ -64,50 +66,44 @@ def yamllint() -> bool:
 
 
 def ansible_lint() -> bool:
-    """On a staged copy without collections/: ansible-lint follows that link from the checkout into itself for ever."""
-    with tempfile.TemporaryDirectory(prefix="relight-lint-") as stage:
-        tree = Path(stage) / "ansible_collections" / "relight" / "recovery"
-        for name in (*SHIPPED, ".config", "inventory", "molecule", "library", "recover.yml", "drill.yml"):
-            stage_one(name, tree)
-        return run(
-            BIN / "ansible-lint",
-            "--config-file",
-            ".config/ansible-lint.yml",
-            "--nocolor",
-            cwd=tree,
-            env={"PATH": f"{BIN}:{os.environ['PATH']}", "ANSIBLE_COLLECTIONS_PATH": stage},
-        )
-
-
-def stage_one(name: str, tree: Path) -> None:
-    """Copy a file or folder of the checkout to its place in `tree`."""
-    source = ROOT / name
-    if source.is_dir():
-        shutil.copytree(source, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
-    elif source.exists():
-        (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, tree / name)
+    """Everything of Ansible's in a staged checkout: in the real one ansible-lint would follow collections/ round and round."""
+    with staged(EVERYTHING) as tree:
+        env = {
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "ANSIBLE_COLLECTIONS_PATH": str(tree.parents[2]),
+            "ANSIBLE_COLLECTIONS_SCAN_SYS_PATH": "false",  # the staged copy and not the checkout
+        }
+        return run(BIN / "ansible-lint", "--config-file", ".config/ansible-lint.yml", "--nocolor", cwd=tree, env=env)
 
 
 def sanity() -> bool:
-    """ansible-test sanity on a staged copy of what the collection ships.
+    """ansible-test sanity on what the collection ships, in a home directory of ours."""
+    with staged(SHIPPED) as tree:
+        env = {"HOME": str(sanity_home()), "PATH": f"{BIN}:{os.environ['PATH']}"}
+        command = (BIN / "ansible-test", "sanity", "--python", PYTHON_VERSION, "--color", "no")
+        primed = subprocess.run(
+            [*command, "--prime-venvs"], cwd=tree, env={**os.environ, **env}, text=True, capture_output=True, check=False
+        )
+        if primed.returncode:
+            said = (primed.stdout + primed.stderr).strip().splitlines() or ["(nothing was said)"]
+            raise CannotRun("its environments cannot be built: " + " / ".join(said[-4:]))
+        return run(*command, cwd=tree, env=env)
 
-    The copy lies outside the checkout, where ansible-test would ask git and pass over what git ignores.
-    """
-    with tempfile.TemporaryDirectory(prefix="relight-sanity-") as stage:
-        return sanity_of(Path(stage) / "ansible_collections" / "relight" / "recovery")
 
-
-def sanity_of(tree: Path) -> bool:
-    for name in SHIPPED:
-        stage_one(name, tree)
-    env = {"HOME": str(sanity_home()), "PATH": f"{BIN}:{os.environ['PATH']}"}
-    command = (BIN / "ansible-test", "sanity", "--python", PYTHON_VERSION, "--color", "no")
-    primed = subprocess.run([*command, "--prime-venvs"], cwd=tree, env={**os.environ, **env}, text=True, capture_output=True, check=False)
-    if primed.returncode:
-        said = (primed.stdout + primed.stderr).strip().splitlines() or ["(nothing was said)"]
-        raise CannotRun("its environments cannot be built: " + " / ".join(said[-4:]))
-    return run(*command, cwd=tree, env=env)
+@contextmanager
+def staged(names: tuple[str, ...]) -> Iterator[Path]:
+    """A copy as a real ansible_collections/relight/recovery, outside the checkout, where tools would ask git what is ignored."""
+    with tempfile.TemporaryDirectory(prefix="relight-lint-") as stage:
+        tree = Path(stage) / "ansible_collections" / "relight" / "recovery"
+        tree.mkdir(parents=True)
+        for name in names:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+            elif source.exists():
+                (tree / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, tree / name)
+        yield tree
 
 
 def sanity_home() -> Path:
