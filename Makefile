@@ -40,7 +40,7 @@ $(CONTROLLER): pyproject.toml
 	@$(BIN)/python $(PIP) install --editable '.[dev]'
 	@touch $@
 
-$(SGLANG): demo/requirements-sglang.txt Makefile $(CONTROLLER)
+$(SGLANG): demo/requirements-sglang.txt Makefile | $(CONTROLLER)
 	@echo "relight: making .venv/sglang: SGLang 0.5.23 for CPUs and a small real model (2.3 GB, 3 to 6 minutes, once)"
 	@$(call ENVIRONMENT,.venv/sglang)
 	@.venv/sglang/bin/python $(PIP) install $(if $(TORCH_INDEX),--index-url '$(TORCH_INDEX)') torch==2.13.0
@@ -64,4 +64,5 @@ lint: $(CONTROLLER)
 	@$(BIN)/python tools/lint.py
 
 clean:
+	@if [ -d build/demo/host ] && [ -x $(BIN)/python ]; then $(BIN)/python -m demo.host stop; fi
 	@rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .ansible
