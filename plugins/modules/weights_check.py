@@ -70,7 +70,6 @@ actions:
 """
 
 from ansible.module_utils.basic import AnsibleModule
-
 from ansible_collections.relight.recovery.plugins.module_utils import bounded, glue
 from ansible_collections.relight.recovery.plugins.module_utils.gate import Gate, Problem, Verdict
 from ansible_collections.relight.recovery.plugins.module_utils.weights import Expected, judge, look

@@ -294,7 +294,9 @@ def test_each_way_to_fail_the_probes(bench, behaviour, code, words):
     assert words in result["gate"]["problems"][0]["what"]
     assert [name for name in os.listdir(bench.dumps) if name.startswith("relight-")] == []
     bench.behave()
-    assert bench.poll(server)["gate"]["verdict"] == "pass"  # nothing of the failure was remembered as proof
+    before = bench.paths().count("/generate")
+    assert bench.poll(server)["gate"]["verdict"] == "pass"
+    assert bench.paths().count("/generate") == before + 2  # nothing of the failure was remembered as proof
 
 
 def test_a_missing_log_leaves_the_proof_to_the_probes(bench):

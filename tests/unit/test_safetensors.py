@@ -5,11 +5,10 @@ import struct
 
 import numpy
 import pytest
+from ansible_collections.relight.recovery.plugins.module_utils import dumpfile, safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save, save_file
-
-from ansible_collections.relight.recovery.plugins.module_utils import dumpfile, safetensors
 
 IDS = (5, 17, 2, 9)
 WIDTH = 8

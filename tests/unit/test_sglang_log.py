@@ -130,6 +130,7 @@ FRAME = '  File "x.py", line 1, in f'
             ["x Scheduler hit an exception: " + TRACE, FRAME, "OSError: no shard", "", CHAIN, "", TRACE, FRAME, "ValueError: y"],
             "OSError: no shard (then ValueError: y)",
         ),
+        (["x hit an exception: " + TRACE, FRAME, "KeyError: 1", "NCCL error: after", "[Errno 98] after"], "KeyError: 1"),
         (["NCCL error: early", "x hit an exception: " + TRACE, FRAME, "KeyError: 'sure'"], "KeyError: 'sure'"),
     ],
 )  # fmt: skip
