@@ -216,12 +216,12 @@ async def check(config: Config, store: Store, samples: int) -> Gate:
         what = f"no server with the dump plugin has written {dumpfile.SERVER_FILE} in {config.dump_dir}"
         return continuity.unknown("continuity-no-server", what, "start the server, wait until it is ready, then run continuity again")
     runs = store.runs()
+    links.judge_server(config, server)
+    links.judge_identity(config, runs)
     known = links.passed(runs, server.instance)
     if known is not None:
         return continuity.already_linked(server.instance, known)
     with store.exclusive("relight continuity"):
-        links.judge_server(config, server)
-        links.judge_identity(config, runs)
         entries = [entry for entry in store.entries().values() if os.path.exists(store.path_of(entry.index))]
         if not entries and _holds_files(store):
             remedy = "run the inventory (`relight recover` does): it enters whole samples in the manifest"

@@ -167,6 +167,8 @@ def test_a_server_that_is_away_is_unknown(work: Work) -> None:
 def test_another_hidden_size_is_told_without_a_request(work: Work) -> None:
     gate = work.continuity(hidden_size=32)
     assert (gate["verdict"], gate["problems"][0]["code"]) == ("fail", "continuity-wrong-server")
+    gate = work.continuity(identity={"dtype": "float32", "weights": "w2"})
+    assert (gate["verdict"], gate["problems"][0]["what"].endswith("or start a new store")) == ("fail", True)
     assert sent(work) == []
 
 
