@@ -40,6 +40,8 @@ DP_ATTENTION = re.compile(r"enable_dp_attention'?[=:] ?True")
 # What ends a server, by how surely it does. The first of the surest kind is quoted.
 REFUSED, DEADLY, SUSPECT, LAST_WORDS = range(4)
 REFUSAL = re.compile(r"Relight(?: dump plugin)?(?: [\w.+-]+)? refuses to start: .*")
+# What only another start writes after one was stopped, should it end before its arguments are logged.
+BEGINNING = re.compile(r"launch_server\.py:\d+: |^usage: | refuses to start: ")
 DYING_HEAD = re.compile(r"hit an exception|[Ff]ailed to launch|[Ii]nitialization failed")
 DYING = re.compile(r"SIGQUIT received|Received sigquit|[Rr]ank \d+ scheduler (?:is dead|died)|Scheduler died")
 DEADLY_LINE = re.compile(r"\[Errno 98\].*|.*[Aa]ddress already in use.*|.*EADDRINUSE.*|^[\w.-]+: error: .*")
@@ -100,7 +102,10 @@ class Log:
 
     @property
     def cause(self) -> str | None:
-        """The first of the surest causes, to be quoted."""
+        """The first of the surest causes, to be quoted; of our own refusals all, since each must be mended."""
+        refusals = [text for kind, text in self.causes if kind == REFUSED]
+        if refusals:
+            return " ".join(dict.fromkeys(refusals))
         return min(self.causes, key=lambda cause: cause[0])[1] if self.causes else None
 
     def says(self) -> str:
@@ -140,6 +145,8 @@ def feed(log: Log, line: str) -> Log:
         log.times["args"] = stamp
         log.last_line = "server_args=..."
         return log
+    if log.stopped and BEGINNING.search(text):
+        log = Log(since=log.since, lines=log.lines, batches=log.batches)
     if ACCESS.search(text):
         return log
     log.lines += 1

@@ -171,6 +171,19 @@ def test_what_falls_after_sigterm_is_no_cause():
     assert (log.says(), log.causes) == ("stopped", [])
 
 
+def test_a_start_that_was_refused_after_one_that_was_stopped():
+    stopped = [HEAD, FIRED, "[2026-12-01 13:00:09] SIGTERM received. signum=None"]
+    refused = told(
+        *stopped, "Relight dump plugin 0.1.0 refuses to start: LoRA is on.", "Relight dump plugin 0.1.0 refuses to start: so is DP."
+    )
+    assert (refused.says(), refused.was_ready) == ("fatal", False)
+    assert refused.cause == "Relight dump plugin 0.1.0 refuses to start: LoRA is on. Relight dump plugin 0.1.0 refuses to start: so is DP."
+    wrong = told(*stopped, "usage: launch_server.py [-h]", "launch_server.py: error: unrecognized arguments: --x")
+    assert (wrong.says(), wrong.cause) == ("fatal", "launch_server.py: error: unrecognized arguments: --x")
+    missing = told(*stopped, TRACE, FRAME, "CancelledError")
+    assert (missing.says(), missing.causes) == ("stopped", [])
+
+
 def test_a_rank_that_writes_behind_the_bar_of_another_is_counted():
     bar = "\rMulti-thread loading shards:  60% Completed | 3/5 [00:01<00:00,  2.10it/s]"
     log = told(HEAD, *(f"{bar}[2026-12-01 13:00:05 TP{rank}] Load weight end. elapsed=1" for rank in range(4)))
