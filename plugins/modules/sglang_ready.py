@@ -16,7 +16,7 @@ description:
   - "The stages, in order: spawned, args, init, loading, loaded (by every rank), kv, capturing, warmup, fired-up, port,
     health, generation, dump."
   - The last two are real. A generation of one token and a marked request whose dump is read and compared are sent once
-    for each server instance, when the server is fired up and O(probe) is set; RV(gate.evidence.probe_tokens) says how
+    for each server instance, when the server is fired up and O(probe) is set; C(probe_tokens) in the evidence says how
     many tokens they had. Later calls on the same instance ask C(/health) alone, which costs an idle server one token and a
     busy one none.
   - A live shell around a dead server, a progress bar at 100% (one rank draws it), and a C(/health) of 200 on a wedged
