@@ -152,7 +152,7 @@ def test_a_record_that_cannot_be_tokenized_fixes_none(tmp_path: Path, model_dir:
 def test_a_record_whose_text_changed_is_named(tmp_path: Path, model_dir: Path) -> None:
     fixed_records(config_of(tmp_path, model_dir, [{"messages": TALK}, {"messages": TALK[:2]}])).close()
     config = config_of(tmp_path, model_dir, [{"messages": TALK}, {"messages": [TALK[0], {"role": "assistant", "content": "oh hallo"}]}])
-    with pytest.raises(BadInput, match="1 of 2 records of .* changed since they were fixed: record 1;"):
+    with pytest.raises(BadInput, match=r"1 of 2 records of .* changed since they were fixed: record 1;"):
         fixed_records(config)
 
 
