@@ -74,7 +74,7 @@ def test_any_other_length_is_refused(tmp_path_factory, cut, more):
     torn = whole[: max(0, len(whole) - cut)] + more
     path = tmp_path_factory.mktemp("s") / "a"
     path.write_bytes(torn)
-    if torn == whole:
+    if len(torn) == len(whole):  # other values under the right length: no header tells of that
         assert safetensors.read_header(str(path)).file_bytes == len(whole)
     else:
         with pytest.raises(safetensors.BadFile):
