@@ -75,19 +75,10 @@ def present(target: Interpreter, folder: str, house: Wheelhouse, state_dir: str,
         return Outcome(gate)
     actions = [f"Install Relight's dump plugin into the environment of {target.python}, without dependencies"]
     if not check_mode:
-        former = environments.read_record(state_dir)
-        mine = former.get("prefix") == target.prefix
-        before = former.get("before") if mine else (found.version or None)
-        environments.write_record(
-            state_dir,
-            {
-                "python": target.python,
-                "prefix": target.prefix,
-                "wheel": house.relight,
-                "sha256": house.files[house.relight],
-                "before": before,
-            },
-        )
+        installs = environments.read_installs(state_dir)
+        before = installs.get(target.prefix, {"before": found.version or None})["before"]
+        entry = {"python": target.python, "wheel": house.relight, "sha256": house.files[house.relight], "before": before}
+        environments.write_installs(state_dir, {**installs, target.prefix: entry})
         environments.install_wheel(target, folder, house)
         after = environments.installed(target.purelib, os.path.join(folder, house.relight))
         gate.evidence.update(found=after.state, version=after.version)
@@ -96,43 +87,55 @@ def present(target: Interpreter, folder: str, house: Wheelhouse, state_dir: str,
     return Outcome(gate, True, actions)
 
 
-def absent(target: Interpreter, folder: str, house: Wheelhouse, state_dir: str, check_mode: bool) -> Outcome:
-    """Take out what we recorded to have put in, and nothing else. Raises OSError, StepFailed."""
-    gate = Gate(NAME, {"python": target.python, "site_packages": target.purelib})
-    if environments.read_record(state_dir).get("prefix") != target.prefix:
-        return Outcome(gate)
-    actions: list[str] = []
-    if environments.dist_infos(target.purelib):
-        in_use = judge_users(environments.users_of(target.prefix), target.prefix)
-        if in_use:
-            gate.problems.append(in_use)
-            return Outcome(gate)
-        actions = [f"Remove Relight's dump plugin from the environment of {target.python}"]
+def absent(state_dir: str, check_mode: bool) -> Outcome:
+    """Take out of every environment what we recorded to have put in, and nothing else. Raises OSError."""
+    installs = environments.read_installs(state_dir)
+    outcome = Outcome(Gate(NAME, {"recorded": len(installs)}))
+    for prefix, entry in sorted(installs.items()):
+        problem, action = take_out(prefix, entry["python"], check_mode)
+        if problem:
+            outcome.gate.problems.append(problem)
+            continue
+        if action:
+            outcome.actions.append(action)
         if not check_mode:
-            environments.uninstall_wheel(target, folder, house)
+            installs = {name: value for name, value in installs.items() if name != prefix}
+            environments.write_installs(state_dir, installs)
+    outcome.changed = bool(outcome.actions)
+    return outcome
+
+
+def take_out(prefix: str, python: str, check_mode: bool) -> tuple[Problem | None, str | None]:
+    """What stands against it, or what is done. Neither where the environment or the wheel in it is gone. Raises OSError."""
+    if not os.path.isdir(prefix):
+        return None, None
+    try:
+        target = environments.ask(python)
+    except environments.StepFailed as error:
+        return Problem("dump-plugin-python", python, str(error), f"mend that environment, or remove {prefix} whole"), None
+    if not environments.dist_infos(target.purelib):
+        return None, None
+    in_use = judge_users(environments.users_of(target.prefix), target.prefix)
+    if in_use:
+        return in_use, None
     if not check_mode:
-        os.unlink(os.path.join(state_dir, environments.RECORD))
-    return Outcome(gate, bool(actions), actions)
+        environments.uninstall_wheel(target)
+    return None, f"Remove Relight's dump plugin from the environment of {python}"
 
 
 def call(params: dict[str, Any], check_mode: bool) -> Outcome:
     """What the module does with its options. Raises OSError."""
+    if params["state"] == "absent":
+        return absent(params["state_dir"], check_mode)
     python, folder = params["python"], params["wheelhouse"]
-    act = present if params["state"] == "present" else absent
-    if act is absent and not environments.read_record(params["state_dir"]):
-        return Outcome(Gate(NAME, {"python": python}))  # nothing of ours is there, whatever became of that environment
     try:
         target = environments.ask(python)
     except environments.StepFailed as error:
         return bad("dump-plugin-python", python, str(error), "set relight_sglang_python to the interpreter that serves")
     try:
-        house = wheelhouse.choose(folder, params["index"], check_mode)
+        return present(target, folder, wheelhouse.choose(folder, params["index"], check_mode), params["state_dir"], check_mode)
     except wheelhouse.BadWheelhouse as error:
-        if params["state"] == "present":
-            remedy = "make it again on the controller with `relight wheelhouse DIR`, and set relight_wheelhouse to DIR"
-            return bad("dump-plugin-wheelhouse", folder, str(error), remedy)
-        house = Wheelhouse({}, "")  # the environment's own pip can take it out
-    try:
-        return act(target, folder, house, params["state_dir"], check_mode)
+        remedy = "make it again on the controller with `relight wheelhouse DIR`, and set relight_wheelhouse to DIR"
+        return bad("dump-plugin-wheelhouse", folder, str(error), remedy)
     except (environments.StepFailed, zipfile.BadZipFile) as error:
         return bad("dump-plugin-failed", target.prefix, str(error), "mend what it says, then run again: the install is made anew")

@@ -26,14 +26,14 @@ from ansible_collections.relight.recovery.plugins.module_utils.wheelhouse import
 
 WHOLE = ".relight-environment.json"  # written last: the environment that holds it is whole
 BUILDING = ".relight-building"  # written first: what holds it and is not whole is ours to remove
-RECORD = "dump_plugin.json"  # in the state directory: into which environment we put our wheel
+RECORD = "dump_plugin.json"  # in the state directory: into which environments we put our wheel
 PIP_SECONDS = 900.0
 ASK_SECONDS = 60.0
 
 _ASK = """
 import json, sys, sysconfig
 print(json.dumps({"version": "%d.%d" % sys.version_info[:2], "prefix": sys.prefix, "purelib": sysconfig.get_path("purelib"),
-                  "python": sys.executable}))
+                  "scripts": sysconfig.get_path("scripts"), "python": sys.executable}))
 """
 
 
@@ -49,6 +49,7 @@ class Interpreter:
     version: str
     prefix: str
     purelib: str
+    scripts: str
 
 
 def run(command: Sequence[str], seconds: float) -> str:
@@ -256,14 +257,23 @@ def install_wheel(target: Interpreter, folder: str, house: Wheelhouse) -> None:
     )
 
 
-def uninstall_wheel(target: Interpreter, folder: str, house: Wheelhouse) -> None:
-    """Raises StepFailed."""
-    pip(target.python, folder, house, "uninstall", "--yes", "relight")
-    for left in ("ansible_collections/relight", "ansible_collections"):  # pip leaves them, empty
-        try:
-            os.rmdir(os.path.join(target.purelib, left))
-        except OSError:
-            break  # there is something else in it
+def uninstall_wheel(target: Interpreter) -> None:
+    """Take out all that our wheel consists of, without a pip, which the environment need not have. Raises OSError.
+
+    The metadata goes last: what a kill leaves is still known as ours.
+    """
+    collections = os.path.join(target.purelib, "ansible_collections")
+    for folder in (os.path.join(target.purelib, "relight"), os.path.join(collections, "relight", "recovery")):
+        if os.path.isdir(folder):
+            shutil.rmtree(folder)
+    for folder in (os.path.join(collections, "relight"), collections):
+        if os.path.isdir(folder) and not os.listdir(folder):
+            os.rmdir(folder)
+    script = os.path.join(target.scripts, "relight")
+    if os.path.isfile(script):
+        os.unlink(script)
+    for info in dist_infos(target.purelib):
+        shutil.rmtree(os.path.join(target.purelib, info))
 
 
 @dataclass(frozen=True)
@@ -307,16 +317,17 @@ def _read(path: str) -> bytes | None:
         return None
 
 
-def read_record(state_dir: str) -> dict[str, Any]:
-    """What we installed where; empty where nothing is recorded. Raises OSError or ValueError."""
+def read_installs(state_dir: str) -> dict[str, dict[str, Any]]:
+    """What we installed where, by the environment's prefix. Raises OSError or ValueError."""
     try:
         with open(os.path.join(state_dir, RECORD), encoding="utf-8") as handle:
-            value = json.load(handle)
+            return dict(json.load(handle)["installs"])
     except FileNotFoundError:
         return {}
-    return value if isinstance(value, dict) else {}
+    except (KeyError, TypeError):
+        raise ValueError(f"{state_dir}/{RECORD} is not the record of dump_plugin") from None
 
 
-def write_record(state_dir: str, value: dict[str, Any]) -> None:
+def write_installs(state_dir: str, installs: dict[str, dict[str, Any]]) -> None:
     """Raises OSError."""
-    durable.write_json(os.path.join(state_dir, RECORD), {"schema": 1, **value})
+    durable.write_json(os.path.join(state_dir, RECORD), {"schema": 1, "installs": installs})

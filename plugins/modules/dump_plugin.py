@@ -10,7 +10,7 @@ module: dump_plugin
 short_description: Relight's wheel in the SGLang environment, so that the server can dump hidden states
 description:
   - Installs the wheel of the wheelhouse into the environment of O(python), without dependencies, unless the very same content is there.
-  - What was installed is recorded in O(state_dir), and O(state=absent) takes out only that.
+  - What was installed where is recorded in O(state_dir), and O(state=absent) takes out all of that and nothing else.
   - Nothing is exchanged under a server that runs from the environment; without the right to see that, the verdict is unknown.
 extends_documentation_fragment:
   - relight.recovery.common
@@ -24,13 +24,11 @@ options:
     description: Where the host keeps its journal and the record of what was installed. It must survive a reboot.
     required: true
   python:
-    description: The interpreter that serves SGLang.
+    description: The interpreter that serves SGLang. Needed for O(state=present).
     type: path
-    required: true
   wheelhouse:
-    description: A folder on the host that C(relight wheelhouse) made.
+    description: A folder on the host that C(relight wheelhouse) made. Needed for O(state=present).
     type: path
-    required: true
   index:
     description:
       - The content of the controller's C(wheelhouse.json). A wheelhouse on the host that is another is refused.
@@ -73,11 +71,12 @@ def main() -> None:
             **glue.COMMON,
             **glue.ACT,
             "state_dir": {"type": "path", "required": True},
-            "python": {"type": "path", "required": True},
-            "wheelhouse": {"type": "path", "required": True},
+            "python": {"type": "path"},
+            "wheelhouse": {"type": "path"},
             "index": {"type": "dict"},
             "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
         },
+        required_if=[("state", "present", ("python", "wheelhouse"))],
         supports_check_mode=True,
     )
     glue.main(module, "dump_plugin", lambda: dump_plugin.call(module.params, module.check_mode), acts=True)
