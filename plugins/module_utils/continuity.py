@@ -14,7 +14,7 @@ from typing import Any
 
 from ansible_collections.relight.recovery.plugins.module_utils.gate import Gate, Problem, Verdict
 
-GATE = "continuity"
+GATE = "continuity_check"
 FINAL = "final"
 
 

@@ -50,15 +50,16 @@ class Outcome:
 def main(module: AnsibleModule, step: str, call: Callable[[], Outcome], acts: bool = False) -> None:
     """Run one look or act between its journal lines and end the module.
 
-    A look that breaks is a gate with verdict unknown, not a module failure. An act holds the recovery lock. Check mode
-    neither journals nor locks. Nothing is journaled for a look without `state_dir`.
+    The gate bears the step's name. A look that breaks is a gate with verdict unknown, not a module failure. An act holds the recovery lock. Check mode
+    neither journals nor locks. Nothing is journaled for a look without `state_dir`. A journal that cannot be written, as on
+    a full disk, does not keep a gate from looking nor an act from making room: the result says `journal_error`.
     """
     params = module.params
     start = time.monotonic()
     state_dir = params["state_dir"]
     journal = Journal(None if module.check_mode else state_dir, params["run"], params["stage"], step)
+    journal_error = _written(journal, "begin")
     try:
-        journal.write("begin")
         if acts and not module.check_mode:
             with recovery_lock(state_dir, f"{step} of run {params['run'] or 'by hand'}", params["lock_wait_seconds"]):
                 outcome = call()
@@ -76,19 +77,10 @@ def main(module: AnsibleModule, step: str, call: Callable[[], Outcome], acts: bo
         )
         outcome = Outcome(Gate(step, problems=[problem]))
     seconds = time.monotonic() - start
+    outcome.gate.name = step
     gate = outcome.gate.result(seconds)
-    journal_error = None
-    try:
-        journal.write(
-            "end",
-            verdict=gate["verdict"],
-            summary=gate["summary"],
-            seconds=gate["seconds"],
-            changed=outcome.changed,
-            actions=outcome.actions,
-        )
-    except OSError as error:
-        journal_error = str(error)
+    ended = {key: gate[key] for key in ("verdict", "summary", "seconds")}
+    journal_error = _written(journal, "end", **ended, changed=outcome.changed, actions=outcome.actions) or journal_error
     result: dict[str, Any] = {
         "changed": outcome.changed,
         "gate": gate,
@@ -101,3 +93,12 @@ def main(module: AnsibleModule, step: str, call: Callable[[], Outcome], acts: bo
     if journal_error:
         result["journal_error"] = journal_error
     module.exit_json(**result)
+
+
+def _written(journal: Journal, event: str, **more: Any) -> str | None:
+    """Journal a line; what kept it from being written, or None."""
+    try:
+        journal.write(event, **more)
+    except OSError as error:
+        return f"{journal.path}: {error.strerror}"
+    return None

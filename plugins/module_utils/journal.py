@@ -60,7 +60,7 @@ def recovery_lock(state_dir: str, who: str, wait_seconds: float) -> Iterator[Non
 
     The kernel drops the lock with the process that holds it, so a kill needs no clean-up. Raises Busy after `wait_seconds`.
     """
-    os.makedirs(state_dir, exist_ok=True)
+    os.makedirs(state_dir, mode=0o755, exist_ok=True)
     fd = os.open(os.path.join(state_dir, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     deadline = time.monotonic() + wait_seconds
     try:
@@ -73,8 +73,11 @@ def recovery_lock(state_dir: str, who: str, wait_seconds: float) -> Iterator[Non
                     holder = os.pread(fd, 500, 0).decode(errors="replace").strip() or "an unnamed process"
                     raise Busy(f"the recovery lock of {state_dir} is held by {holder}") from None
                 time.sleep(0.2)  # flock has no timed wait; a blocking one could not tell who holds it
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{who}, pid {os.getpid()}, since {time.strftime('%H:%M:%S')}\n".encode(), 0)
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{who}, pid {os.getpid()}, since {time.strftime('%H:%M:%S')}\n".encode(), 0)
+        except OSError:
+            pass  # the name is for whoever waits; on a full disk the lock holds without it
         yield
     finally:
         os.close(fd)

@@ -24,6 +24,7 @@ BY_FIRST_ID = frozenset(
         "Glm4MoeLiteForCausalLM",
         "GlmMoeDsaForCausalLM",
         "KimiK25ForConditionalGeneration",
+        "MistralLarge3ForCausalLM",
     }
 )
 BY_FIRST_ID_SINCE = (0, 5, 13)

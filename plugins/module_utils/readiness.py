@@ -171,7 +171,7 @@ def _answer(answer: Answer | None) -> str:
 
 def judge(seen: Seen, target: Target) -> Judgement:
     """The verdict on one poll. The first rule that has something to say decides."""
-    gate = Gate("ready", _evidence(seen))
+    gate = Gate("sglang_ready", _evidence(seen))
     where = f"{target.host}:{target.port}"
     settled = True
     for rule in (_absent_by_plan, _foreign_port, _dead, _unfinished, _failed_probe, _unproven):

@@ -110,7 +110,7 @@ def host_verdict(run: Run, records: list[dict[str, Any]], closed: dict[str, Any]
     if progress and not progress["gate"]["evidence"].get("finished"):
         if not progress["gate"]["evidence"].get("advancing"):
             return NOT_CLEAR, "the extraction is neither finished nor seen to advance"
-        if "continuity" in last or run.kind != "recover":
+        if "continuity_check" in last or run.kind != "recover":
             return RESUMED, "continuity holds and the extraction advances"
         return NOT_CLEAR, "the extraction advances but its continuity was not checked"
     warned = [r["gate"]["name"] for r in last.values() if r["gate"]["verdict"] == "warn"]
@@ -154,7 +154,7 @@ def samples_and_tokens(records: list[dict[str, Any]]) -> tuple[dict[str, int], d
     added = after["intact"] - before["intact"]
     redone = max(0, min(quarantined, added))
     tokens_redone = sum(e.get("tokens_quarantined", 0) for e in moves) if redone == quarantined else 0
-    probes = sum(evidence.get("probe_tokens", 0) for evidence in (_evidence(records, "sglang_ready"), _evidence(records, "continuity")))
+    probes = sum(evidence.get("probe_tokens", 0) for evidence in (_evidence(records, "sglang_ready"), _evidence(records, "continuity_check")))
     samples = {
         "total": after["total"],
         "intact_before": before["intact"],

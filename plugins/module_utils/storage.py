@@ -228,7 +228,7 @@ def open_by(inodes: set[tuple[int, int]]) -> dict[tuple[int, int], int]:
 
 def judge(seen: Storage, need: Need, offers: tuple[Offer, ...] = ()) -> Gate:
     """Compare what was seen with what the run needs. `offers` are the files that could make room."""
-    gate = Gate("storage", _evidence(seen, need))
+    gate = Gate("storage_check", _evidence(seen, need))
     if not seen.exists:
         gate.problems.append(Problem("storage-path-missing", seen.path, "there is no such directory", "mount or create it"))
         return gate

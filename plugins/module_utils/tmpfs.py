@@ -288,7 +288,7 @@ def judge(seen: Tmpfs, need_bytes: int, reserve_bytes: int) -> Gate:
     reclaimable = sum(orphan.bytes for orphan in orphans)
     whole = need_bytes + reserve_bytes
     short = whole - held - seen.free_bytes
-    gate = Gate("tmpfs", _evidence(seen, need_bytes, reserve_bytes, reclaimable))
+    gate = Gate("tmpfs_check", _evidence(seen, need_bytes, reserve_bytes, reclaimable))
     if seen.fstype != "tmpfs":
         what = f"it lies on {seen.fstype or 'an unknown file system'}, not on a tmpfs: each dump would go to that disk"
         gate.problems.append(Problem("tmpfs-not-tmpfs", seen.path, what, "mount a tmpfs there, or name another directory"))

@@ -204,7 +204,7 @@ def _sha256(path: str) -> str | None:
 
 def judge(seen: Seen, expected: Expected) -> Gate:
     """Compare what was found with the index, the configuration and what the baseline says."""
-    gate = Gate("weights")
+    gate = Gate("weights_check")
     if not seen.is_directory:
         gate.problems.append(_problem("weights-no-directory", seen.path, "there is no such directory", "correct relight_model_dir"))
         return gate

@@ -142,7 +142,7 @@ def unit_pid(module: AnsibleModule) -> int | None:
 
 def unseen(code: str, where: str, what: str, remedy: str) -> glue.Outcome:
     problem = Problem(code, where, what, remedy, Verdict.UNKNOWN)
-    return glue.Outcome(Gate("ready", problems=[problem]), more={"settled": True, "progress": what})
+    return glue.Outcome(Gate("sglang_ready", problems=[problem]), more={"settled": True, "progress": what})
 
 
 def poll(module: AnsibleModule) -> glue.Outcome:

@@ -179,10 +179,10 @@ def run(module: AnsibleModule) -> glue.Outcome:
         gate = storage.judge(seen, need, storage.offers(seen, need, storage.spent_on(journal)))
     except bounded.TimedOut as error:
         remedy = "see the storage behind it; a frozen writer cannot be killed"
-        gate = Gate("storage", problems=[Problem("mount-hung", params["path"], str(error), remedy, Verdict.UNKNOWN)])
+        gate = Gate("storage_check", problems=[Problem("mount-hung", params["path"], str(error), remedy, Verdict.UNKNOWN)])
     except bounded.ChildFailed as error:
         remedy = "look with become, and see the kernel's log"
-        gate = Gate("storage", problems=[Problem("storage-unreadable", params["path"], str(error), remedy, Verdict.UNKNOWN)])
+        gate = Gate("storage_check", problems=[Problem("storage-unreadable", params["path"], str(error), remedy, Verdict.UNKNOWN)])
     gate.problems += failed
     return glue.Outcome(gate, changed=bool(actions), actions=actions)
 

@@ -88,7 +88,7 @@ from ansible_collections.relight.recovery.plugins.module_utils.gate import Gate,
 
 def unknown(code: str, path: str, error: Exception) -> glue.Outcome:
     problem = Problem(code, path, str(error), "see the mount and the kernel's log, or look with become", Verdict.UNKNOWN)
-    return glue.Outcome(Gate("tmpfs", problems=[problem]))
+    return glue.Outcome(Gate("tmpfs_check", problems=[problem]))
 
 
 def without(seen: tmpfs.Tmpfs, gone: list[tmpfs.Segment]) -> tmpfs.Tmpfs:

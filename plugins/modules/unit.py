@@ -191,7 +191,7 @@ def main() -> None:
     # The result repeats the options: without secrets.
     module.params["environment"] = redact.environment(options["environment"], ("",))
     module.params["command"] = redact.words(options["command"] or [])
-    glue.main(module, "unit", lambda: act(options, module.check_mode), acts=True)
+    glue.main(module, f"unit:{options['name']}", lambda: act(options, module.check_mode), acts=True)
 
 
 if __name__ == "__main__":

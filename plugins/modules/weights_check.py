@@ -83,10 +83,10 @@ def check(module: AnsibleModule) -> glue.Outcome:
         seen = bounded.call(look, (path, tuple(sorted(expected.digests))), params["timeout_seconds"])
     except bounded.TimedOut as error:
         hung = Problem("mount-hung", path, str(error), "free the mount that holds it, or raise timeout_seconds", Verdict.UNKNOWN)
-        return glue.Outcome(Gate("weights", problems=[hung]))
+        return glue.Outcome(Gate("weights_check", problems=[hung]))
     except bounded.ChildFailed as error:
         unread = Problem("weights-unreadable", path, str(error), "make it readable for this user, or run with become", Verdict.UNKNOWN)
-        return glue.Outcome(Gate("weights", problems=[unread]))
+        return glue.Outcome(Gate("weights_check", problems=[unread]))
     return glue.Outcome(judge(seen, expected))
 
 
@@ -102,7 +102,7 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    glue.main(module, "weights", lambda: check(module))
+    glue.main(module, "weights_check", lambda: check(module))
 
 
 if __name__ == "__main__":

@@ -43,9 +43,9 @@ STILL = gate("extraction_progress", finished=False, advancing=False)
         ([gate("gpu_free"), CLOSED], {}, "not-clear"),
         ([], {}, "not-clear"),
         ([CLOSED], {}, "not-clear"),
-        ([gate("continuity"), MOVING, CLOSED], {}, "resumed"),
+        ([gate("continuity_check"), MOVING, CLOSED], {}, "resumed"),
         ([MOVING, CLOSED], {}, "not-clear"),
-        ([gate("continuity"), STILL, CLOSED], {}, "not-clear"),
+        ([gate("continuity_check"), STILL, CLOSED], {}, "not-clear"),
         ([gate("gpu_free"), DONE, CLOSED], {"tags": ("free",)}, "not-clear"),
         ([gate("gpu_free"), DONE, CLOSED], {"check": True}, "not-clear"),
         ([gate("gpu_free", stopped=True), DONE, CLOSED], {}, "not-clear"),
@@ -85,7 +85,7 @@ def test_samples_are_counted_from_before_to_after():
         gate("shard_inventory", "fail", stage="assess", total=160, intact=78, torn=1, corrupt=1, missing=80, tokens_intact=5000),
         gate("shard_inventory", stage="verify", total=160, intact=78, torn=1, corrupt=1, missing=82, quarantined=2, tokens_quarantined=190),
         gate("shard_inventory", total=160, intact=160, torn=0, corrupt=0, missing=0, tokens_intact=11000),
-        gate("continuity", probe_tokens=300),
+        gate("continuity_check", probe_tokens=300),
         gate("sglang_ready", probe_tokens=12),
     ]
     samples, tokens = report.samples_and_tokens(inventory)
