@@ -72,7 +72,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
     names = config.get("architectures") or inner.get("architectures") or [""]
     text = "" if inner is config else (inner.get("architectures") or [""])[0]
     layers, hidden = inner.get("num_hidden_layers"), inner.get("hidden_size")
-    if type(layers) is not int or type(hidden) is not int:
+    if not isinstance(layers, int) or not isinstance(hidden, int) or isinstance(layers, bool) or isinstance(hidden, bool):
         raise BadLayers("config.json does not say num_hidden_layers and hidden_size")
     dtype = inner.get("dtype") or inner.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or ""
     return Shape(str(names[0]), layers, hidden, str(dtype), str(text))
