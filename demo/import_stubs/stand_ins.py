@@ -93,4 +93,4 @@ def install() -> None:
         spec = find_spec(name, package)
         return None if spec is not None and isinstance(spec.loader, Finder) else spec
 
-    importlib.util.find_spec = honest_find_spec  # type: ignore[assignment]
+    importlib.util.find_spec = honest_find_spec

@@ -143,7 +143,7 @@ class _Counting:
 
     def put(self, data: Buffer) -> None:
         view = memoryview(data)
-        if view.nbytes:
+        if view.nbytes > 0:
             view = view.cast("B")
         for start in range(0, view.nbytes, CHUNK_BYTES):
             piece = view[start : start + CHUNK_BYTES]
@@ -403,7 +403,7 @@ class _Reader:
             raise Strange("refers to something other than a storage")
         kind, key, numel = value[1], value[2], value[4]
         dtype = _DTYPES.get(kind.name) if isinstance(kind, _Global) and kind.module == "torch" else None
-        if dtype is None or not isinstance(key, str) or type(numel) is not int or numel < 0:
+        if dtype is None or not isinstance(key, str) or not isinstance(numel, int) or isinstance(numel, bool) or numel < 0:
             raise Strange("holds a storage of an unknown type")
         self.stack.append(_Storage(dtype, key, numel))
 
@@ -416,7 +416,7 @@ class _Reader:
             raise Strange(f"would call {what.module}.{what.name}" if isinstance(what, _Global) else "would call something unknown")
         storage, offset, shape, strides = arguments[:4]
         numbers = [offset, *shape, *strides] if isinstance(shape, tuple) and isinstance(strides, tuple) else [None]
-        if not isinstance(storage, _Storage) or not all(type(number) is int and number >= 0 for number in numbers):
+        if not isinstance(storage, _Storage) or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
             raise Strange("holds a tensor that cannot be understood")
         self.stack.append(_Tensor(storage, offset, shape, strides))
 

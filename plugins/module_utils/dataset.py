@@ -229,8 +229,10 @@ class Items(Sequence[Fixed]):
 
     @overload
     def __getitem__(self, index: int) -> Fixed: ...
+
     @overload
     def __getitem__(self, index: slice) -> Sequence[Fixed]: ...
+
     def __getitem__(self, index: int | slice) -> Fixed | Sequence[Fixed]:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
@@ -276,7 +278,8 @@ class FixedRecords:
     def read(self, index: int) -> Tokens:
         """Ids and mask of one record, checked against its digest. Raises BadDataset, IndexError."""
         item = self.items[index]
-        assert self._map is not None
+        if self._map is None:
+            raise IndexError(f"no fixed record {index}")
         data = self._map[item.offset : item.offset + 5 * item.tokens]
         ids = array("i", data[: 4 * item.tokens])
         if sys.byteorder == "big":

@@ -223,8 +223,8 @@ def _is_editable(info: str) -> bool:
 def _record_of(wheel: str) -> Iterator[tuple[str, str]]:
     """Path and digest of every file that a wheel says it holds."""
     with zipfile.ZipFile(wheel) as archive:
-        record = next(n for n in archive.namelist() if n.endswith(".dist-info/RECORD"))
-        for path, digest, _ in csv.reader(archive.read(record).decode().splitlines()):
+        records = [name for name in archive.namelist() if name.endswith(".dist-info/RECORD")]
+        for path, digest, _size in csv.reader(archive.read(records[0]).decode().splitlines()):
             if digest:
                 yield path, digest
 

@@ -50,9 +50,10 @@ class Outcome:
 def main(module: AnsibleModule, step: str, call: Callable[[], Outcome], acts: bool = False) -> None:
     """Run one look or act between its journal lines and end the module.
 
-    The gate bears the step's name. A look that breaks is a gate with verdict unknown, not a module failure. An act holds the recovery lock. Check mode
-    neither journals nor locks. Nothing is journaled for a look without `state_dir`. A journal that cannot be written, as on
-    a full disk, does not keep a gate from looking nor an act from making room: the result says `journal_error`.
+    The gate bears the step's name. A look that breaks is a gate with verdict unknown, not a module failure. An act holds
+    the recovery lock. Check mode neither journals nor locks. Nothing is journaled for a look without `state_dir`. A journal
+    that cannot be written, as on a full disk, does not keep a gate from looking nor an act from making room: the result
+    says `journal_error`.
     """
     params = module.params
     start = time.monotonic()

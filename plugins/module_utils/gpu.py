@@ -78,7 +78,7 @@ class Holder:
 
     @property
     def mib(self) -> int:
-        return sum(mib or 0 for _, mib in self.gpu_mib)
+        return sum(mib or 0 for _gpu, mib in self.gpu_mib)
 
     @property
     def resident_mib(self) -> int:
@@ -217,7 +217,7 @@ def _bond(process: procs.Process | None, unit: str | None, instances: dict[str, 
     if process.pid in instance.members:
         return "ours"
     marked = (procs.environment(process.pid) or {}).get(services.UNIT_HASH)
-    return "ours" if marked == instance.hash is not None and process.start_time >= instance.start_time else "left"
+    return "ours" if instance.hash is not None and marked == instance.hash and process.start_time >= instance.start_time else "left"
 
 
 # Judging
@@ -395,7 +395,7 @@ def _memory(seen: Seen, query: Query, found: list[Group]) -> list[Problem]:
 
 def evidence(seen: Seen, query: Query, found: list[Group]) -> dict[str, Any]:
     """Numbers and names for the report."""
-    kinds = [group.kind for group in found for _ in group.holders]
+    kinds = [group.kind for group in found for _holder in group.holders]
     listed = [(group, holder) for group in found for holder in group.holders]
     return {
         "gpu_count": len(seen.gpus),

@@ -27,9 +27,9 @@ def parse(text: str) -> list[Mount]:
 
 
 def _mount(line: str) -> Mount:
-    before, _, after = line.partition(" - ")
+    before, _dash, after = line.partition(" - ")
     fields, tail = before.split(" "), after.split(" ")
-    major, _, minor = fields[2].partition(":")
+    major, _colon, minor = fields[2].partition(":")
     options = set(fields[5].split(",")) | set(tail[2].split(",") if len(tail) > 2 else ())
     return Mount(_plain(fields[4]), tail[0], _plain(tail[1]), (int(major), int(minor)), "ro" in options, _plain(fields[3]))
 

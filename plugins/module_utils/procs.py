@@ -57,7 +57,7 @@ def read(pid: int) -> Process | None:
     folder = f"/proc/{pid}"
     try:
         with open(f"{folder}/stat", encoding="utf-8", errors="replace") as handle:
-            head, _, tail = handle.read().rpartition(")")
+            head, _bracket, tail = handle.read().rpartition(")")
         fields = tail.split()
         name = head.partition("(")[2]
         uid = os.stat(folder).st_uid

@@ -88,7 +88,7 @@ def _integers(value: Any) -> tuple[int, ...] | None:
     """A list of integers, also one that is wrapped in a list of one, as tensors of shape [1, L] are written."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
         value = value[0]
-    if not isinstance(value, list) or not all(type(item) is int for item in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         return None
     return tuple(value)
 

@@ -48,7 +48,7 @@ def words(argv: Iterable[str]) -> list[str]:
             out.append(MASK)
             secret_next = False
             continue
-        name, equals, _ = word.partition("=")
+        name, equals, _value = word.partition("=")
         flag = word.startswith("-") and " " not in name
         names_secret = (flag or name.isidentifier()) and bool(_NAME.search(name.lstrip("-")))
         secret_next = flag and names_secret and not equals

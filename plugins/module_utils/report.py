@@ -154,7 +154,9 @@ def samples_and_tokens(records: list[dict[str, Any]]) -> tuple[dict[str, int], d
     added = after["intact"] - before["intact"]
     redone = max(0, min(quarantined, added))
     tokens_redone = sum(e.get("tokens_quarantined", 0) for e in moves) if redone == quarantined else 0
-    probes = sum(evidence.get("probe_tokens", 0) for evidence in (_evidence(records, "sglang_ready"), _evidence(records, "continuity_check")))
+    probes = sum(
+        evidence.get("probe_tokens", 0) for evidence in (_evidence(records, "sglang_ready"), _evidence(records, "continuity_check"))
+    )
     samples = {
         "total": after["total"],
         "intact_before": before["intact"],

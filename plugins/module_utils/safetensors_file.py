@@ -64,7 +64,7 @@ def _tensor(name: str, item: Any, start: int) -> Tensor:
             bits *= length
     except (KeyError, TypeError, ValueError):
         raise Broken(f"describes {name[:80]!r} in a way that is not understood") from None
-    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (*shape, begin, end)):
         raise Broken(f"gives {name[:80]!r} a size that is no number")
     if bits % 8 or end - begin != bits // 8:
         raise Broken(f"gives {name[:80]!r} {end - begin} bytes where its shape takes {bits // 8}")

@@ -97,7 +97,7 @@ class Log:
     @property
     def doomed(self) -> bool:
         """Whether a line was seen after which no server lives, be its process still there or not."""
-        surest = min((kind for kind, _ in self.causes), default=LAST_WORDS)
+        surest = min((kind for kind, _words in self.causes), default=LAST_WORDS)
         return self.dying or surest <= DEADLY or (surest == SUSPECT and not self.was_ready)
 
     @property

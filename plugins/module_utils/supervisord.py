@@ -236,7 +236,7 @@ class Supervisord:
                     text = handle.read()
             except OSError:
                 continue
-            for kind, name, _, _ in sections(text):
+            for kind, name, _begin, _end in sections(text):
                 if name and kind != "group" and (name not in found or found[name].endswith(DISABLED)):
                     found[name] = path
         return found
@@ -250,7 +250,7 @@ class Supervisord:
     def _section(self, name: str, file: str) -> str:
         """The name of the section in `file` that makes the unit."""
         with open(file, encoding="utf-8") as handle:
-            names = {section for kind, section, _, _ in sections(handle.read()) if kind != "group"}
+            names = {section for kind, section, _begin, _end in sections(handle.read()) if kind != "group"}
         short = program_of(name)
         for candidate in (short, name.partition(":")[0], re.sub(r"_\d+$", "", short)):
             if candidate in names:
@@ -407,7 +407,7 @@ class Supervisord:
 
     def _forget(self, group: str) -> None:
         """Let supervisord take up the change where the whole group stands still; a group with other members waits."""
-        _, changed, removed = self._ask("reloadConfig")[0]
+        _added, changed, removed = self._ask("reloadConfig")[0]
         busy = any(unit.partition(":")[0] == group and self._info(unit).state not in ("stopped", "failed") for unit in self._live())
         if busy or group not in changed + removed:
             return

@@ -56,7 +56,8 @@ class Plan:
 
 def _raw_lines(process: subprocess.Popen[bytes], stall_seconds: float) -> Iterator[bytes]:
     """The child's lines as they come. Raises TimeoutError where none comes within the limit."""
-    assert process.stdout is not None
+    if process.stdout is None:
+        raise ValueError("the child was started without a pipe")
     fd, rest = process.stdout.fileno(), b""
     while True:
         if not select.select([fd], [], [], stall_seconds)[0]:

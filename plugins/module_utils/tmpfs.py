@@ -236,7 +236,7 @@ def _mapped(pid: int) -> set[tuple[int, int]]:
         for line in handle:
             fields = line.split(None, 5)
             if fields[4] != "0":
-                major, _, minor = fields[3].partition(":")
+                major, _colon, minor = fields[3].partition(":")
                 found.add((os.makedev(int(major, 16), int(minor, 16)), int(fields[4])))
     return found
 

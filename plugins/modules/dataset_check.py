@@ -99,7 +99,7 @@ def main() -> None:
         argument_spec={
             "path": {"type": "path", "required": True},
             "records": {"type": "int"},
-            "tokens": {"type": "int"},
+            "tokens": {"type": "int", "no_log": False},
             "baseline": {"type": "path"},
             "timeout_seconds": {"type": "float", "default": 600.0},
             **glue.COMMON,

@@ -27,7 +27,9 @@ options:
     type: bool
     default: true
   after_acts:
-    description: Whether the gate looks at what earlier acts of the run produce; a check run then does not stop at it once an act is planned.
+    description:
+      - Whether the gate looks at what earlier acts of the run produce.
+      - A check run then does not stop at it once an act is planned.
     type: bool
     default: false
 """

@@ -18,7 +18,7 @@ description:
 extends_documentation_fragment: [relight.recovery.common, relight.recovery.act, relight.recovery.manager]
 attributes:
   check_mode: {support: full, description: Lists the same actions and changes nothing.}
-  diff_mode: {support: full, description: Shows the unit file before and after, secrets masked.}
+  diff_mode: {support: full, description: "Shows the unit file before and after, secrets masked."}
 options:
   state_dir:
     description: Where the host keeps its journal, its lock and the record of what was disabled. It must survive a reboot.

@@ -50,8 +50,9 @@ class RunFolder:
     def run(self) -> report.Run:
         """The run that was opened here. Raises FileNotFoundError where none was."""
         with open(self.run_file, encoding="utf-8") as handle:
-            values = json.load(handle)
-        return report.Run(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+            values: dict[str, Any] = json.load(handle)
+        values.update({name: tuple(value) for name, value in values.items() if isinstance(value, list)})
+        return report.Run(**values)
 
     def records(self, host: str) -> list[dict[str, Any]]:
         return list(durable.read_lines(self._host_file(host)))
