@@ -7,6 +7,7 @@ A segment is swept only when its creator is proven dead, by the pid in its name,
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import stat
@@ -182,16 +183,38 @@ def _dumps(folder: str, processes: dict[int, procs.Process], boot: float, extrac
 
 
 def _users(segments: list[Segment], dumps: list[Segment]) -> tuple[list[Segment], list[Segment]]:
-    """Fill in who uses the candidates for the sweep; the search through /proc is spared where there are none."""
-    candidates = {segment.inode: segment.uid for segment in (*segments, *dumps) if segment.creator_alive is False}
-    if not candidates:
-        return segments, dumps
-    users, hidden = users_of(candidates)
-    fill = [
-        [replace(s, open_by=users.get(s.inode), surely_free=s.uid not in hidden) if s.creator_alive is False else s for s in group]
-        for group in (segments, dumps)
-    ]
-    return fill[0], fill[1]
+    """Fill in who uses the candidates for the sweep. /proc is searched only for those that the kernel cannot clear."""
+    candidates = [segment for segment in (*segments, *dumps) if segment.creator_alive is False]
+    cleared = {segment.inode for segment in candidates if nobody_uses(segment.path)}
+    doubtful = {segment.inode for segment in candidates} - cleared
+    users, hidden = users_of(doubtful) if doubtful else ({}, set())
+
+    def filled(segment: Segment) -> Segment:
+        if segment.creator_alive is not False:
+            return segment
+        free = segment.inode in cleared or segment.uid not in hidden
+        return replace(segment, open_by=users.get(segment.inode), surely_free=free)
+
+    return [filled(segment) for segment in segments], [filled(segment) for segment in dumps]
+
+
+def nobody_uses(path: str) -> bool:
+    """Whether the kernel vouches that no process of any user or namespace has the file open or mapped.
+
+    It grants a write lease on that condition alone (fcntl(2), F_SETLEASE). False also where it does not say.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def users_of(inodes: Iterable[tuple[int, int]]) -> tuple[dict[tuple[int, int], int], set[int]]:

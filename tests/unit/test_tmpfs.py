@@ -247,3 +247,18 @@ def test_our_own_mapping_is_seen(shm, dead):
 def test_a_path_that_is_not_there_is_unknown():
     result = check("/nowhere", state_dir=None)
     assert (codes(result), result["gate"]["verdict"]) == (["tmpfs-unreadable"], "unknown")
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_the_kernel_tells_whether_anybody_uses_a_file(tmp_path, mapped):
+    path = tmp_path / "segment"
+    path.write_bytes(b"x" * 4096)
+    assert tmpfs.nobody_uses(str(path))
+    handle = open(path, "rb")
+    memory = mmap.mmap(handle.fileno(), 4096, prot=mmap.PROT_READ) if mapped else None
+    if memory:
+        handle.close()
+    assert not tmpfs.nobody_uses(str(path))
+    (memory or handle).close()
+    assert tmpfs.nobody_uses(str(path))
+    assert not tmpfs.nobody_uses(str(tmp_path / "absent"))
