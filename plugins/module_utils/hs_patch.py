@@ -72,7 +72,7 @@ def look(wanted: Wanted) -> Seen:
     kept = {key: value for key, value in os.environ.items() if key in KEPT}
     try:
         done = subprocess.run(
-            [wanted.python, "-c", probe_source(), json.dumps(question)],
+            [wanted.python, "-B", "-c", probe_source(), json.dumps(question)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
