@@ -202,7 +202,7 @@ def is_stale(path: str, compiled: str) -> bool:
 
 def plugin(entry: str, question: dict[str, Any], version: str) -> dict[str, Any]:
     """What our plugin in this interpreter says of itself, and the ids that it will pass."""
-    module_name, _, attribute = entry.partition(":")
+    module_name, _colon, attribute = entry.partition(":")
     told: dict[str, Any] = {"error": None, "file": None, "targets": {}, "ids": None, "ids_error": None}
     try:
         module: Any = importlib.import_module(module_name)
@@ -252,4 +252,4 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(answer(json.loads(sys.argv[1]))))
+    sys.stdout.write(json.dumps(answer(json.loads(sys.argv[1]))) + "\n")
