@@ -70,10 +70,10 @@ class Demo:
         running = show.Run([str(word) for word in command], log, {**environment_of_tools(), **environment}, CHECKOUT)
 
         def status(task: str) -> str:
-            words = [task, show.progress_line(PROGRESS, started)]
-            if "can work" in task:
-                words = [task, show.server_line(SERVER_LOG)]
-            return " | ".join(word for word in words if word)
+            # Ansible names a task when its first host is done with it; the journal names a step when it begins.
+            step = show.journal_line(STATE / "journal.jsonl", started)
+            more = show.server_line(SERVER_LOG) if step.startswith("ready") else show.progress_line(PROGRESS, started)
+            return " | ".join(word for word in (step or task, more) if word)
 
         try:
             code = running.finish(self.steps, status)
@@ -168,6 +168,11 @@ def report() -> dict[str, Any]:
     return value
 
 
+def allowed() -> tuple[str, ...]:
+    """The verdicts that are an all-clear: with warnings only on a machine that does not let the host be one of its own."""
+    return ("clear",) if host.status(HOST).sees_only_itself else ("clear", "clear-with-warnings")
+
+
 def log_bytes() -> int:
     """How long the server's log is now."""
     return SERVER_LOG.stat().st_size if SERVER_LOG.exists() else 0
@@ -211,7 +216,9 @@ def prepare(demo: Demo) -> int:
     seen = host.start(HOST)
     if seen.mode == "plain":
         raise DemoError("this machine allows neither user namespaces nor, without root, mounts: the data volume cannot be filled here")
-    demo.steps.say(f"private mounts by {seen.mode}, service manager is pid {seen.supervisord}")
+    demo.steps.say(f"namespaces of its own: {seen.mode}; its service manager is process {seen.supervisord}")
+    if not seen.sees_only_itself:
+        demo.steps.say("it sees this machine's other processes and may not look into them: gates will warn of that")
     return int(made["records"])
 
 
@@ -273,7 +280,7 @@ def prove(demo: Demo, reference: Path, records: int, drill: dict[str, Any], mark
     demo.steps.say(f"files that hold the canary secret of {FORGOTTEN}: {len(leaked)}")
     faults += [f"the canary secret is in {path}" for path in leaked]
     verdict = report()["verdict"]
-    if verdict != "clear":
+    if verdict not in allowed():
         faults.append(f"the report's verdict is {verdict}")
     if faults:
         raise DemoError("the proof fails:\n" + "\n".join(faults))
@@ -305,7 +312,7 @@ def story(demo: Demo) -> None:
     again = demo.play("recover.yml", "recover-again")
     counts = recap(again.tail())
     steps.say(f"changed={counts['changed']}, failed={counts['failed']}, verdict {report()['verdict']}")
-    if counts["changed"] or counts["failed"] or report()["verdict"] != "clear":
+    if counts["changed"] or counts["failed"] or report()["verdict"] not in allowed():
         raise DemoError(f"the second recovery found something to do: {again.log}")
     shutil.rmtree(REPORT)  # the report that is kept is that of the recovery, with what was found before and after
     shutil.move(BUILD / "report-of-recovery", REPORT)

@@ -8,9 +8,9 @@
       var/, opt/      state that a reboot keeps, and installed software
       run/, log/, scripts/, bin/
 
-A user and mount namespace holds the mounts. Its first process (`anchor`, this file's `_anchor`) plays the firmware: it
-mounts, starts supervisord, reaps what is left over, and starts supervisord again when the power button (SIGUSR1) is pressed
-after a crash. `bin/python` enters the namespace; an inventory names it as ansible_python_interpreter.
+Namespaces of its own hold its mounts and its processes. Its first process (`anchor`, this file's `_anchor`) plays firmware
+and init: it mounts, starts supervisord, reaps what is left over, and starts supervisord again when the power button (SIGUSR1)
+is pressed after a crash. `bin/python` enters the namespaces; an inventory names it as ansible_python_interpreter.
 
     python -m demo.host start|stop|status [ROOT]
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -38,15 +39,29 @@ SHM_MIB = 1024
 # A unix socket's path has 108 bytes, and supervisord binds a temporary name that is longer by a dot and its pid.
 SOCKET_PATH_BYTES = 98
 
-# How the mounts are made private, best first. `plain` has none: the data volume is then an ordinary folder.
+# How the host is made a machine of its own, best first. `plain` is none: its data volume is then an ordinary folder.
 UNSHARE = {
-    "user-namespace": ["unshare", "--user", "--map-root-user", "--mount", "--propagation", "private"],
-    "mount-namespace": ["unshare", "--mount", "--propagation", "private"],
+    "user-mount-pid": [
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "--propagation",
+        "private",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+    ],
+    "mount-pid": ["--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"],
+    "user-mount": ["--user", "--map-root-user", "--mount", "--propagation", "private"],
+    "mount": ["--mount", "--propagation", "private"],
     "plain": [],
 }
 ENTER = {
-    "user-namespace": ["nsenter", "--preserve-credentials", "--user", "--mount", "--target"],
-    "mount-namespace": ["nsenter", "--mount", "--target"],
+    "user-mount-pid": ["nsenter", "--preserve-credentials", "--user", "--mount", "--pid", "--target"],
+    "mount-pid": ["nsenter", "--mount", "--pid", "--target"],
+    "user-mount": ["nsenter", "--preserve-credentials", "--user", "--mount", "--target"],
+    "mount": ["nsenter", "--mount", "--target"],
     "plain": [],
 }
 
@@ -83,13 +98,22 @@ class HostError(Exception):
 
 @dataclass(frozen=True)
 class Status:
-    """What `status` prints. `mode` is a key of UNSHARE; `processes` are the pids inside, the anchor's included."""
+    """What `status` prints, with pids as they are outside. `mode` is a key of UNSHARE; `processes` include the anchor.
+
+    `waiter` is what started the anchor and ends with it, where that is not the anchor itself.
+    """
 
     running: bool
     mode: str = ""
     anchor: int = 0
+    waiter: int = 0
     supervisord: int = 0
     processes: tuple[int, ...] = ()
+
+    @property
+    def sees_only_itself(self) -> bool:
+        """Whether its processes see no others: else gates there must call unknown what they cannot look into."""
+        return self.mode.endswith("pid")
 
 
 def start(root: Path = ROOT, data_mib: int = DATA_MIB, shm_mib: int = SHM_MIB) -> Status:
@@ -104,19 +128,29 @@ def start(root: Path = ROOT, data_mib: int = DATA_MIB, shm_mib: int = SHM_MIB) -
         raise HostError(f"there is no {supervisord}: run `make demo`, which installs it")
     mode = _best_mode()
     _lay_out(root, mode)
-    command = [*UNSHARE[mode], sys.executable, "-m", "demo.host", "anchor", str(root), mode, str(data_mib), str(shm_mib)]
+    command = [sys.executable, "-m", "demo.host", "anchor", str(root), mode, str(data_mib), str(shm_mib)]
+    if UNSHARE[mode]:
+        command = ["unshare", *UNSHARE[mode], "--", *command]
     with open(root / "log/anchor.log", "ab") as log:
-        anchor = subprocess.Popen(
+        started = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=CHECKOUT, env=_environment(), start_new_session=True
         )
     deadline = time.monotonic() + 60
     while not (root / "run/supervisor.sock").exists():
-        if anchor.poll() is not None or time.monotonic() > deadline:
+        if started.poll() is not None or time.monotonic() > deadline:
+            started.kill()
             tail = (root / "log/anchor.log").read_text(errors="replace").strip().splitlines()[-1:]
-            stop(root)
             raise HostError(f"the embedded host did not come up: {' '.join(tail) or 'no word from it'}")
         time.sleep(0.05)
-    return status(root)
+    # With its own pids, the anchor is the child that unshare waits for; else unshare has become the anchor.
+    anchor = _children(started.pid)[0] if mode.endswith("pid") else started.pid
+    (root / "run/anchor.json").write_text(
+        json.dumps({"pid": anchor, "start_ticks": _start_ticks(anchor), "mode": mode, "waiter": started.pid})
+    )
+    (root / "run/anchor.pid").write_text(f"{anchor}\n")
+    while not (seen := status(root)).supervisord and time.monotonic() < deadline:
+        time.sleep(0.05)  # it writes its pid file a moment after it listens
+    return seen
 
 
 def stop(root: Path = ROOT) -> None:
@@ -126,15 +160,15 @@ def stop(root: Path = ROOT) -> None:
         return
     _kill([pid for pid in (seen.supervisord,) if pid], signal.SIGTERM, 30)  # supervisord stops its programs in order
     for _ in range(20):  # what is left, until nothing new appears
-        others = [pid for pid in _inside(seen.anchor, seen.mode, root) if pid != seen.anchor]
+        others = [pid for pid in _inside(seen.anchor, seen.mode) if pid != seen.anchor]
         if not others:
             break
         _kill(others, signal.SIGKILL, 10)
     _kill([seen.anchor], signal.SIGTERM, 10)
     _kill([seen.anchor], signal.SIGKILL, 10)
     with suppress(ChildProcessError):
-        os.waitpid(seen.anchor, 0)  # where this very process started it
-    for name in ("run/anchor.pid", "run/anchor.json", "run/supervisord.pid", "run/supervisor.sock"):
+        os.waitpid(seen.waiter, 0)  # where this very process started it
+    for name in ("run/anchor.pid", "run/init.pid", "run/anchor.json", "run/supervisord.pid", "run/supervisor.sock"):
         (root / name).unlink(missing_ok=True)
 
 
@@ -147,7 +181,8 @@ def status(root: Path = ROOT) -> Status:
     except (OSError, ValueError, KeyError):
         return Status(False)
     mode, anchor = told["mode"], told["pid"]
-    return Status(True, mode, anchor, _pid_in(root / "run/supervisord.pid"), tuple(_inside(anchor, mode, root)))
+    inside = _inside(anchor, mode)
+    return Status(True, mode, anchor, told["waiter"], _named_by(root / "run/supervisord.pid", inside), tuple(inside))
 
 
 def enter(root: Path, command: list[str]) -> list[str]:
@@ -165,12 +200,12 @@ def base_python() -> str:
 
 
 def _best_mode() -> str:
-    """The best way of private mounts that works here, found by trying it."""
-    for mode, command in UNSHARE.items():
-        if not command:
+    """The best way that works here, found by trying it."""
+    for mode, options in UNSHARE.items():
+        if not options:
             return mode
-        trial = [*command, "mount", "-t", "tmpfs", "-o", "size=64k", "trial", "/dev/shm"]
-        if shutil.which(command[0]) and subprocess.run(trial, capture_output=True, check=False).returncode == 0:
+        trial = ["unshare", *options, "--", "mount", "-t", "tmpfs", "-o", "size=64k", "trial", "/dev/shm"]
+        if shutil.which("unshare") and subprocess.run(trial, capture_output=True, check=False).returncode == 0:
             return mode
     raise AssertionError("unreachable: plain needs nothing")
 
@@ -203,9 +238,7 @@ def _anchor(root: Path, mode: str, data_mib: int, shm_mib: int) -> int:
     if mode != "plain":
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={data_mib}m,mode=0755", "relight-demo-data", root / "data"], check=True)
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={shm_mib}m,mode=1777", "relight-demo-shm", "/dev/shm"], check=True)
-    pid = os.getpid()
-    (root / "run/anchor.json").write_text(json.dumps({"pid": pid, "start_ticks": _start_ticks(pid), "mode": mode}))
-    (root / "run/anchor.pid").write_text(f"{pid}\n")
+    (root / "run/init.pid").write_text(f"{os.getpid()}\n")  # as the host's own processes see it
     manager = _boot(root)
     while True:
         received = signal.sigwait({signal.SIGUSR1, signal.SIGTERM, signal.SIGCHLD, signal.SIGINT})
@@ -248,27 +281,37 @@ def _start_ticks(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
-def _pid_in(path: Path) -> int:
-    """The live pid that a pid file names, or 0."""
+def _children(pid: int) -> list[int]:
+    """The children of a process. Raises OSError."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _named_by(path: Path, inside: list[int]) -> int:
+    """The process of the host, by its pid outside, that one of the host's own pid files names; or 0."""
     try:
-        pid = int(path.read_text())
-    except (OSError, ValueError):
+        wanted = path.read_text().strip()
+    except OSError:
         return 0
-    return pid if _alive(pid) else 0
+    for pid in inside:
+        with suppress(OSError):
+            if re.findall(r"^NSpid:.*\t(\d+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE) == [wanted]:
+                return pid
+    return 0
 
 
-def _inside(anchor: int, mode: str, root: Path) -> list[int]:
-    """The pids of the host: by its mount namespace, or without one by descent from the anchor."""
+def _inside(anchor: int, mode: str) -> list[int]:
+    """The pids of the host, as they are outside: by its namespace, or without one by descent from the anchor."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     if mode != "plain":
+        kind = "pid" if mode.endswith("pid") else "mnt"
         try:
-            wanted = os.readlink(f"/proc/{anchor}/ns/mnt")
+            wanted = os.readlink(f"/proc/{anchor}/ns/{kind}")
         except OSError:
             return []
         found = []
         for pid in pids:
             with suppress(OSError):
-                if os.readlink(f"/proc/{pid}/ns/mnt") == wanted and _alive(pid):
+                if os.readlink(f"/proc/{pid}/ns/{kind}") == wanted and _alive(pid):
                     found.append(pid)
         return sorted(found)
     parents = {}

@@ -129,6 +129,24 @@ def progress_line(path: Path, newer_than: float = 0.0) -> str:
     return words + (f", {clock(left)} left" if left else "")
 
 
+def journal_line(path: Path, newer_than: float) -> str:
+    """What the host itself says that it does: the last step that its journal has begun."""
+    try:
+        with open(path, "rb") as handle:
+            handle.seek(max(0, handle.seek(0, os.SEEK_END) - 20000))
+            lines = handle.read().splitlines()
+    except OSError:
+        return ""
+    for line in reversed(lines):
+        try:
+            told = json.loads(line)
+        except ValueError:
+            continue
+        if told["time"] >= newer_than and told["step"] != "extract":
+            return f"{told['stage']}: {told['step']}"
+    return ""
+
+
 def server_line(log: Path) -> str:
     """The last telling line of the server's log while it starts."""
     try:

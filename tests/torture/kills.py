@@ -15,7 +15,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from ansible_collections.relight.recovery.plugins.module_utils.durable import re
 from ansible_collections.relight.recovery.plugins.module_utils.report import STAGES
 
 from demo import __main__ as demo
+from demo import host
 
 VICTIMS = ("ansible-playbook alone", "its process group", "the acting module")
 # A stage whose tasks are not ours writes no journal: what ansible-playbook says of it is waited for instead.
@@ -96,8 +96,7 @@ def kill(process: subprocess.Popen[bytes], aim: Aim, since: float) -> bool:
     deadline = time.monotonic() + 5
     while process.poll() is None and time.monotonic() < deadline:
         for pid in working(aim.stage, since):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            if subprocess.run(host.enter(demo.HOST, ["sh", "-c", f"kill -9 {pid}"]), capture_output=True, check=False).returncode == 0:
                 return True
         time.sleep(0.01)
     process.kill()  # between two modules there is only ansible-playbook
