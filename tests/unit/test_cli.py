@@ -142,12 +142,28 @@ def test_the_client_needs_no_ansible_and_says_what_it_needs(tmp_path):
     assert done.stderr == "relight recover: the Python package 'ansible_runner' is not in this environment; install relight[controller]\n"
 
 
+# An inventory of one host. Says in the file `seen` whether the runner's folder comes to hold no file with the secret.
+SEEKS_THE_CANARY = """
+import json, os, pathlib, time
+found, deadline = ["not looked yet"], time.monotonic() + 10
+while found and time.monotonic() < deadline:
+    try:
+        files = [p for p in pathlib.Path(os.environ["TMPDIR"]).glob("relight-runner-*/**/*") if p.is_file()]
+        found = [p.name for p in files if b"canary-" in p.read_bytes()]
+    except FileNotFoundError:
+        continue  # it went while we looked
+pathlib.Path("seen").write_text(", ".join(found) or "nothing")
+print(json.dumps({"relight": {"hosts": ["box"]}, "_meta": {"hostvars": {"box": {"ansible_connection": "local", "relight_gpu_count": 0}}}}))
+"""
+
+
 def test_a_mistyped_group_is_not_clear_and_nothing_of_the_environment_is_left(tmp_path):
     """The real thing, ansible-runner and all: non-zero, one reason, and no file with the secret anywhere."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    inventory = tmp_path / "hosts.yml"
-    inventory.write_text("relight: {hosts: {box: {ansible_connection: local, relight_gpu_count: 0}}}\n")
+    inventory = tmp_path / "hosts.py"  # runs while Ansible does, and sees what lies there then
+    inventory.write_text(f"#!{sys.executable}\n{SEEKS_THE_CANARY}")
+    inventory.chmod(0o755)
     done = subprocess.run(
         [sys.executable, "-m", "relight", "status", "-i", str(inventory), "-e", "relight_target=religth"],
         cwd=tmp_path,
@@ -167,6 +183,7 @@ def test_a_mistyped_group_is_not_clear_and_nothing_of_the_environment_is_left(tm
     assert "no host is in the group 'religth'" in done.stdout
     assert "NOT-CLEAR" in done.stdout + done.stderr
     assert "\x1b[" not in done.stdout
+    assert (tmp_path / "seen").read_text() == "nothing"
     assert list(scratch.iterdir()) == []
     for path in tmp_path.rglob("*"):
         assert path.is_dir() or b"canary-5f1e" not in path.read_bytes(), path

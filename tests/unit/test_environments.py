@@ -121,6 +121,8 @@ def test_an_environment_whose_python_no_longer_runs_is_made_anew(tmp_path, house
     done = host_env(tmp_path, house)
     assert [action.split()[0] for action in done["actions"]] == ["Build"]
     assert done["gate"]["verdict"] == "pass"
+    (tmp_path / "venv" / environments.WHOLE).rename(tmp_path / "venv" / environments.BUILDING)  # killed when all but the mark was there
+    assert [action.split()[0] for action in host_env(tmp_path, house, check=True)["actions"]] == ["Build"]
 
 
 def test_a_new_wheelhouse_is_built_beside_the_old_one_and_removal_takes_only_ours(tmp_path, house, later_house):
