@@ -49,6 +49,7 @@ class ActionModule(ActionBase):
                 "gate": gate,
                 "changed": bool(looked.get("changed")),
                 "actions": looked.get("actions", []),
+                "waited_seconds": looked.get("waited_seconds", 0.0),
                 "stopped": stops,
                 "message": message if stops else None,
             },

@@ -124,7 +124,7 @@ def _stages(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     order = ["pass", "warn", "fail", "unknown"]
     stages: dict[str, dict[str, Any]] = {}
     for record in records:
-        begin = record["time"] - record["gate"]["seconds"]
+        begin = record["time"] - max(record["gate"]["seconds"], record.get("waited_seconds", 0.0))
         stage = stages.setdefault(
             record["stage"], {"name": record["stage"], "begin": begin, "end": record["time"], "verdict": "pass", "changed": False}
         )
@@ -135,11 +135,6 @@ def _stages(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for stage in stages.values():
         stage["seconds"] = round(stage["end"] - stage["begin"], 3)
     return list(stages.values())
-
-
-def _evidence(records: list[dict[str, Any]], gate: str, *, first: bool = False) -> dict[str, Any]:
-    found = [r["gate"]["evidence"] for r in records if r["gate"]["name"] == gate]
-    return (found[0] if first else found[-1]) if found else {}
 
 
 def samples_and_tokens(records: list[dict[str, Any]]) -> tuple[dict[str, int], dict[str, int]]:
@@ -154,9 +149,7 @@ def samples_and_tokens(records: list[dict[str, Any]]) -> tuple[dict[str, int], d
     added = after["intact"] - before["intact"]
     redone = max(0, min(quarantined, added))
     tokens_redone = sum(e.get("tokens_quarantined", 0) for e in moves) if redone == quarantined else 0
-    probes = sum(
-        evidence.get("probe_tokens", 0) for evidence in (_evidence(records, "sglang_ready"), _evidence(records, "continuity_check"))
-    )
+    probes = sum(r["gate"]["evidence"].get("probe_tokens", 0) for r in records)
     samples = {
         "total": after["total"],
         "intact_before": before["intact"],
