@@ -77,7 +77,7 @@ def test_the_report_is_clear_and_tells_what_was_redone(recovered: dict[str, Any]
     proven = json.loads((demo.BUILD / "proof.json").read_text())
     assert proven["torn"] + proven["corrupt"] == told["tokens"]["redone"]
     assert proven["largest_relative_error"] <= 1e-4
-    assert {gate["name"] for gate in told["gates"]} >= {"shard_inventory", "storage_check", "gpu_free", "sglang_ready", "continuity"}
+    assert {gate["name"] for gate in told["gates"]} >= {"shard_inventory", "storage_check", "gpu_free", "sglang_ready", "continuity_check"}
     assert all(gate["after"]["verdict"] == "pass" for gate in told["gates"])
     page = (demo.REPORT / "report.html").read_text()
     assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", page), "report.html loads something from elsewhere"
