@@ -4,19 +4,21 @@
 #
 #   make demo    an extraction, a disaster, a recovery and its proof, on this machine (build/demo/report)
 #   make test    all tests
+#   make torture two kills in each stage of a recovery, by seed (about half an hour)
 #   make lint    ruff, mypy, yamllint, ansible-lint, ansible-test sanity
 #   make clean   remove .venv and build
 #
 # PYTHON=/path/to/python        the interpreter to build with (3.11 to 3.13; found by itself otherwise)
 # TORCH_INDEX=URL               where pip takes torch from, for example https://download.pytorch.org/whl/cpu
 # KEEP=1                        leave the embedded host of `make demo` running
+# SEEDS="1 2"                   where the kills of `make torture` are aimed
 # TESTS="tests/unit -k gate"    what `make test` runs
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint clean controller sglang
+.PHONY: help demo test torture lint clean controller sglang
 
 BIN := .venv/bin
 # An environment whose Python runs is kept: one laid over it by another Python would break it.
@@ -59,6 +61,10 @@ demo: $(CONTROLLER) $(SGLANG)
 test: $(CONTROLLER) $(SGLANG)
 	@tools/check-system unshare nsenter mount gcc
 	@$(BIN)/python -m pytest $(TESTS)
+
+torture: $(CONTROLLER) $(SGLANG)
+	@tools/check-system unshare nsenter mount
+	@RELIGHT_TORTURE=1 $(if $(SEEDS),RELIGHT_TORTURE_SEEDS='$(SEEDS)') $(BIN)/python -m pytest tests/torture
 
 lint: $(CONTROLLER)
 	@$(BIN)/python tools/lint.py
