@@ -149,12 +149,44 @@ def _reuse(folder: Path, work: Path, want: dict[str, Any]) -> bool:
 
 
 def _download(wheel: Path, work: Path, version: str, machine: str, extras: tuple[str, ...]) -> None:
+    """What a host of that Python and machine needs. Raises Refused or OSError."""
     target: list[str] = []
     if (version, machine) != (_own(), platform.machine()):
         levels = [f"manylinux_{level}_{machine}" for level in GLIBC] + [f"manylinux2014_{machine}"]
         target = ["--python-version", version, "--implementation", "cp"]
         target += [word for level in levels for word in ("--platform", level)]
-    _pip("download", "--only-binary", ":all:", "--dest", str(work), *target, f"{wheel}[{','.join(extras)}]", "pip")
+    with tempfile.TemporaryDirectory(dir=work.parent) as scratch:
+        here = Path(scratch)
+        wanted = [f"{wheel}[{','.join(extras)}]", "pip"]
+        while wanted:
+            _pip("download", "--only-binary", ":all:", "--dest", str(here), *target, *wanted)
+            wanted = unmet(here, version, machine, extras) if target else []
+        for path in here.iterdir():
+            path.replace(work / path.name)
+
+
+def unmet(folder: Path, version: str, machine: str, extras: tuple[str, ...]) -> list[str]:
+    """Requirements of the wheels in `folder` that hold on such a host and that no wheel there meets.
+
+    pip judges conditions such as python_version < "3.11" by the Python that it runs on, whatever the target. Raises Refused.
+    """
+    try:
+        from packaging.requirements import Requirement
+        from packaging.utils import canonicalize_name, parse_wheel_filename
+    except ModuleNotFoundError:
+        raise Refused("wheels for another Python or machine need the package `packaging`; install relight[controller]") from None
+    host = {"python_version": version, "python_full_version": f"{version}.0", "platform_machine": machine, "implementation_name": "cpython"}
+    wheels = sorted(folder.glob("*.whl"))
+    there = {parse_wheel_filename(path.name)[0] for path in wheels}
+    missing: dict[str, str] = {}
+    for path in wheels:
+        asked = extras if path.name.startswith("relight-") else ("",)
+        for line in _requirements(path):
+            need = Requirement(line.partition(":")[2].strip())
+            name = canonicalize_name(need.name)
+            if name not in there and (need.marker is None or any(need.marker.evaluate({**host, "extra": extra}) for extra in asked)):
+                missing[name] = f"{need.name}{need.specifier}"
+    return sorted(missing.values())
 
 
 def _exchange(work: Path, folder: Path, former: Path) -> None:

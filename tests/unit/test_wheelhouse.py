@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zipfile
 
 import pytest
 from ansible_collections.relight.recovery.plugins.module_utils import wheelhouse
 from ansible_collections.relight.recovery.plugins.module_utils.wheelhouse import BadWheelhouse
+
+from relight.cli.wheelhouse import unmet
 
 OWN = "relight-1.0-py3-none-any.whl"
 PIP = "pip-9.0-py3-none-any.whl"
@@ -96,3 +99,21 @@ def test_in_check_mode_the_index_stands_for_files_to_come(folder, tmp_path):
     assert wheelhouse.choose(str(folder), other, True).digest == other["digest"]
     with pytest.raises(BadWheelhouse):
         wheelhouse.choose(str(tmp_path / "missing"), None, True)
+
+
+def test_conditions_are_those_of_the_host_and_not_of_the_controller(tmp_path):
+    """pip passes over what only an older Python needs when it collects for one."""
+
+    def wheel(name, *requires):
+        with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+            archive.writestr(
+                f"{name}-1.0.dist-info/METADATA", "\n".join(["Metadata-Version: 2.1", *(f"Requires-Dist: {r}" for r in requires), ""])
+            )
+
+    wheel("relight", "http>=1 ; extra == 'host'", "play; extra == 'controller'")
+    wheel("http", "Old_Timer>=4,<6; python_version < '3.11'", "arm-only; platform_machine == 'aarch64'", "socks; extra == 'socks'", "there")
+    wheel("there")
+    assert unmet(tmp_path, "3.9", "x86_64", ("host",)) == ["Old_Timer<6,>=4"]
+    assert unmet(tmp_path, "3.12", "x86_64", ("host",)) == []
+    assert unmet(tmp_path, "3.12", "aarch64", ("host",)) == ["arm-only"]
+    assert unmet(tmp_path, "3.12", "x86_64", ("host", "controller")) == ["play"]
