@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make demo`: a real extraction dies in a real disaster on this machine and comes back, with proof.
 
-    python -m demo [--keep] [--fresh-reference]
+    python -m demo [--keep] [--fresh-reference] [--thorough]
 
 A real SGLang server on CPUs, a real small model and real text; see README.md for what a GPU host changes. Everything is made
 under build/demo and nothing outside of it is touched. Exit 0 only if every claim of the proof holds.
@@ -60,6 +60,7 @@ class Demo:
 
     steps: show.Steps
     secret: str = field(default_factory=lambda: f"sk-canary-{secrets.token_hex(12)}")
+    thorough: bool = False
     runs: int = 0
 
     def run(self, command: Sequence[str | Path], name: str, *, expect: int | None = 0, **environment: str) -> show.Run:
@@ -252,6 +253,37 @@ def stopped_recovery(demo: Demo, drill: dict[str, Any]) -> str:
     return str(told["paste"])
 
 
+def digest_of_host() -> dict[str, str]:
+    """Each file of the host with its digest, the service manager's processes, and what shared memory holds.
+
+    Left out is what observes: state directory, logs, and the caches of Python.
+    """
+    found = {}
+    inside = Path(f"/proc/{host.status(HOST).anchor}/root")
+    for top in (inside / HOST.relative_to("/"), inside / "dev/shm"):
+        for path in sorted(top.rglob("*")):
+            name = path.relative_to(inside)
+            observed = any(name.is_relative_to(folder.relative_to("/")) for folder in (STATE, HOST / "log"))
+            if not observed and "__pycache__" not in name.parts and path.is_file() and not path.is_symlink():
+                found[str(name)] = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    found["processes"] = str(host.status(HOST).processes)
+    return found
+
+
+def rehearse(demo: Demo, paste: str) -> list[str]:
+    """The same with --check: it must change nothing, and list what the real run then does. Returns the planned actions."""
+    before = digest_of_host()
+    demo.run([*shlex.split(paste), "--check"], "recover-check")
+    after = digest_of_host()
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if changed:
+        raise DemoError(f"a run with --check changed {', '.join(changed[:10])}")
+    told = json.loads((REPORT / "check" / "report.json").read_text())
+    actions: list[str] = next(iter(told["hosts"].values()))["actions"]
+    demo.steps.say(f"--check changes nothing and plans {len(actions)} actions")
+    return actions
+
+
 def prove(demo: Demo, reference: Path, records: int, drill: dict[str, Any], marks: dict[str, int]) -> None:
     """Every claim of the all-clear, by means that are not Relight's own. Raises DemoError."""
     faults = []
@@ -301,9 +333,13 @@ def story(demo: Demo) -> None:
     drill = disaster(demo)
     steps.step("Recovery, first: ansible-playbook recover.yml")
     paste = stopped_recovery(demo, drill)
+    planned = rehearse(demo, paste) if demo.thorough else None
     steps.step("Recovery, with exactly that consent, to the end of the extraction")
     demo.run(shlex.split(paste), "recover")
     told = report()
+    done = next(iter(told["hosts"].values()))["actions"]
+    if planned is not None and planned != done:
+        raise DemoError("--check planned other actions than were taken:\n" + "\n".join(["planned:", *planned, "taken:", *done]))
     samples = next(iter(told["hosts"].values()))["samples"]
     steps.say(f"verdict {told['verdict']}; samples: {json.dumps(samples)}")
     steps.step("Recovery once more: it must find nothing to do")
@@ -324,8 +360,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m demo", description="A real extraction, a real disaster, a proven recovery.")
     parser.add_argument("--keep", action="store_true", help="leave the embedded host running; `python -m demo.host stop` ends it")
     parser.add_argument("--fresh-reference", action="store_true", help="make the undisturbed run anew instead of taking it from the cache")
+    parser.add_argument("--thorough", action="store_true", help="also rehearse the recovery with --check, and compare plan and deed")
     wanted = parser.parse_args()
-    demo = Demo(show.Steps(STEPS))
+    demo = Demo(show.Steps(STEPS), thorough=wanted.thorough)
     try:
         with only_one():
             if wanted.fresh_reference:

@@ -8,9 +8,11 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,9 @@ def recovered() -> Iterator[dict[str, Any]]:
         pytest.skip("there is no .venv/sglang: make sglang")
     os.environ["RELIGHT_DEMO_RECORDS"] = str(RECORDS)
     try:
-        done = subprocess.run([sys.executable, "-m", "demo", "--keep"], cwd=demo.CHECKOUT, env=demo.environment_of_tools(), check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "demo", "--keep", "--thorough"], cwd=demo.CHECKOUT, env=demo.environment_of_tools(), check=False
+        )
         assert done.returncode == 0, "the demo failed: see above and build/demo/log"
         yield demo.report()
     finally:
@@ -90,10 +94,17 @@ def test_a_file_that_the_reboot_wiped_is_back_and_rogues_stay_away(recovered: di
     assert set(unit_pids()) == {"relight-sglang"}
 
 
-def test_two_recoveries_at_once_do_not_act_twice(recovered: dict[str, Any]) -> None:
+def test_two_recoveries_at_once_of_a_dead_server_act_once(recovered: dict[str, Any]) -> None:
+    """Each waits for the other's act; the later one finds a server that is still loading and leaves it alone."""
     (demo.HOST / "scripts/extract_by_hand.sh").unlink()
     victim = next(samples().glob("rows_*/data_*.ckpt"))
     os.truncate(victim, victim.stat().st_size // 2)
+    mark = demo.log_bytes()
+    before = host.status(demo.HOST)
+    servers = set(before.processes) - {before.anchor, before.supervisord}
+    for pid in servers:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     command = ["ansible-playbook", "-i", "inventory/demo", "recover.yml", "-e"]
     both = [
         subprocess.Popen(
@@ -110,6 +121,8 @@ def test_two_recoveries_at_once_do_not_act_twice(recovered: dict[str, Any]) -> N
     assert [process.returncode for process in both] == [0, 0], "\n".join(outputs)
     told = [json.loads((demo.BUILD / name / "report.json").read_text())["hosts"]["embedded"] for name in ("one", "two")]
     assert sorted(part["samples"]["quarantined"] for part in told) == [0, 1]
+    log = demo.SERVER_LOG.read_bytes()[mark:].decode(errors="replace")
+    assert log.count("Load weight begin") == 1, "the server was started more than once"
     assert proof.compare(samples(), reference(), RECORDS).faults == []
 
 
