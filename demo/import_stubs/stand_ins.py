@@ -7,12 +7,13 @@ installed always wins. A stand-in can be imported, and its names can be passed a
 one of its classes, raises NotImplementedError. `importlib.util.find_spec` says that it is absent, so that a library which
 asks what is installed gets the true answer.
 
-The server on CPUs, from the directory of the checkout (2 cores: 25 to 60 s to ready, 80 to 150 prefill tokens a second):
+The server on CPUs, from the directory of the checkout. Two idle cores: 15 s to ready, 700 prefill tokens a second with the
+dump on; a busy machine is several times slower. --sleep-on-idle leaves the cores to others between requests.
 
     PYTHONPATH=demo/import_stubs RELIGHT_IMPORT_STAND_INS=torchvision,sgl_kernel SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 \
     RELIGHT_DUMP_DIR=/dev/shm/relight RELIGHT_DUMP_LAYERS=1,14,26 \
     python -m sglang.launch_server --model-path MODEL --port PORT --device cpu --dtype float32 --attention-backend torch_native \
-      --max-total-tokens 20000 --mem-fraction-static 0.3 --disable-radix-cache --chunked-prefill-size -1
+      --max-total-tokens 20000 --mem-fraction-static 0.3 --disable-radix-cache --chunked-prefill-size -1 --sleep-on-idle
 """
 
 from __future__ import annotations

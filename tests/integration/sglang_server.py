@@ -22,7 +22,7 @@ MODEL = ROOT / "build" / "demo" / "model"
 READY = "The server is fired up and ready to roll!"
 FLAGS = (
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
-    *("--max-total-tokens", "20000", "--mem-fraction-static", "0.3"),
+    *("--max-total-tokens", "20000", "--mem-fraction-static", "0.3", "--sleep-on-idle"),
 )
 RIGHT = ("--disable-radix-cache", "--chunked-prefill-size", "-1")
 

@@ -43,6 +43,7 @@ def test_a_plain_server_is_served():
     ("change", "says"),
     [
         ({"chunked_prefill_size": 8192}, "chunked_prefill_size is 8192"),
+        ({"chunked_prefill_size": 1}, "chunked_prefill_size is 1,"),
         ({"chunked_prefill_size": None}, "chunked_prefill_size is None"),
         ({"disable_radix_cache": False}, "the radix cache is on"),
         ({"enable_mixed_chunk": True}, "enable_mixed_chunk"),
