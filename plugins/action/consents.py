@@ -1,6 +1,6 @@
 # Copyright: the Relight authors
 # SPDX-License-Identifier: Apache-2.0
-"""Controller side of relight.recovery.consents: before the first act, one stop names all that needs consent."""
+"""Controller side of relight.recovery.consents: before the first act, one stop names all that is in the way."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 from ansible_collections.relight.recovery.plugins.module_utils import report
+from ansible_collections.relight.recovery.plugins.module_utils.gate import Gate
 from ansible_collections.relight.recovery.plugins.plugin_utils.run_folder import RunFolder, folder_of
 
 
 class ActionModule(ActionBase):
-    """Stops the host where an earlier look found something that recovery may not touch without consent."""
+    """Stops the host where a look found what recovery may not touch without consent, or cannot mend at all."""
 
     _requires_connection = False
     TRANSFERS_FILES = False
@@ -25,26 +26,21 @@ class ActionModule(ActionBase):
         folder = RunFolder(folder_of({"relight_report_dir": report_dir}, self._task.check_mode))
         run = folder.run()
         host = task_vars["inventory_hostname"]
-        problems = {
-            p["consent"]: p
-            for record in folder.records(host)
-            if record.get("kind") == "gate"
-            for p in record["gate"]["problems"]
-            if p.get("consent") and p["consent"] not in run.consent
-        }
-        result.update(changed=False, needed=sorted(problems))
-        if not problems:
+        gates = [record["gate"] for record in folder.records(host) if record.get("kind") == "gate"]
+        asked = {p["consent"]: p for gate in gates for p in gate["problems"] if p.get("consent") and p["consent"] not in run.consent}
+        beyond = self._task.args.get("beyond") or []
+        given_up = [p for gate in gates if gate["name"] in beyond for p in gate["problems"] if p["verdict"] in ("fail", "unknown")]
+        result.update(changed=False, needed=sorted(asked))
+        parts = []
+        if given_up:
+            parts.append(f"what recovery is given is not right. {'; '.join(map(report.sentence, given_up))}")
+        if asked:
+            sentences = "; ".join(report.sentence(asked[name]) for name in sorted(asked))
+            parts.append(f"recovery needs your consent. {sentences} To consent, paste: {report.paste_line(run, sorted(asked))}")
+        if not parts:
             return result
-        sentences = "; ".join(report.sentence(problems[name]) for name in sorted(problems))
-        paste = report.paste_line(run, sorted(problems))
-        message = f"recovery needs your consent before it changes anything. {sentences} To consent, paste: {paste}"
-        gate = {
-            "name": "consents",
-            "verdict": "fail",
-            "summary": message,
-            "evidence": {"needed": sorted(problems)},
-            "problems": [],
-            "seconds": 0.0,
-        }
+        message = f"stopped before the first change: {' Also, '.join(parts)}"
+        gate = Gate("consents", {"needed": sorted(asked)}).result(0.0)
+        gate.update(verdict="fail", summary=message)
         folder.add(host, {"kind": "gate", "stage": "assess", "gate": gate, "stopped": True, "message": message})
         raise AnsibleActionFail(message)

@@ -35,7 +35,7 @@ def play(tmp_path):
             {"name": f"Judge {n}", "relight.recovery.judge": dict(zip(("result", "stops", "after_acts"), j))} for n, j in enumerate(judged)
         ]
         if consents:
-            tasks.append({"name": "Ask", "relight.recovery.consents": None})
+            tasks.append({"name": "Ask", "relight.recovery.consents": {"beyond": ["weights_check"]}})
         closing = {"name": "Close", "relight.recovery.run_close": {"ended": True}}
         opening = {"name": "Open", "relight.recovery.run_open": {"group": "all", "kind": "roles"}}
         vars_ = {"relight_report_dir": str(tmp_path / "report"), "relight_consent": list(granted)}
@@ -106,6 +106,15 @@ def test_consents_asks_once_for_all_before_the_first_act(play):
     assert code != 0
     assert report["consents_needed"] == ["remove:/data/a"]
     assert play(*looks, consents=True, granted=["disable:unit:b", "remove:/data/a"])[0] == 0
+
+
+def test_what_no_act_can_mend_stops_before_the_first_change(play):
+    code, output, report = play((result(problem(), name="weights_check"), False), (result(problem(), name="other"), False), consents=True)
+    assert code != 0
+    assert "stopped before the first change: what recovery is given is not right. here: it is wrong. Mend it. [some-code]" in output
+    assert report["verdict"] == "not-clear"
+    assert play((result(problem("warn"), name="weights_check"), False), consents=True)[0] == 0
+    assert play((result(problem(), name="other"), False), consents=True)[0] == 0
 
 
 @pytest.mark.parametrize(
