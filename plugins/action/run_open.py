@@ -92,9 +92,9 @@ class ActionModule(ActionBase):
             raise Refused(f"host {host}: {error}") from None
 
     def _report_dir(self, task_vars: dict[str, Any], hosts: tuple[str, ...]) -> str:
-        """The hosts' own, where the inventory sets it for them; else the controller's."""
+        """The hosts' own, where the inventory sets it for them; else the play's."""
         own = task_vars["hostvars"][hosts[0]].get("relight_report_dir") if hosts else None
-        return str(own or self._templar.template(task_vars["relight_report_dir"]))
+        return str(own or self._task.args["report_dir"])
 
     @staticmethod
     def _command(task_vars: dict[str, Any], kind: str) -> str:

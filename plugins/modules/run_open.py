@@ -26,6 +26,10 @@ options:
     description: Which playbook this is.
     type: str
     required: true
+  report_dir:
+    description: Where to report, unless the hosts' own C(relight_report_dir) says otherwise.
+    type: path
+    required: true
   required:
     description: Names of variables that every host must have.
     type: list
@@ -43,6 +47,7 @@ EXAMPLES = r"""
   relight.recovery.run_open:
     group: relight
     kind: recover
+    report_dir: /home/op/relight-report
     required: [relight_gpu_count]
 """
 

@@ -37,7 +37,7 @@ def play(tmp_path):
         if consents:
             tasks.append({"name": "Ask", "relight.recovery.consents": {"beyond": ["weights_check"]}})
         closing = {"name": "Close", "relight.recovery.run_close": {"ended": True}}
-        opening = {"name": "Open", "relight.recovery.run_open": {"group": "all", "kind": "roles"}}
+        opening = {"name": "Open", "relight.recovery.run_open": {"group": "all", "kind": "roles", "report_dir": str(tmp_path / "report")}}
         vars_ = {"relight_report_dir": str(tmp_path / "report"), "relight_consent": list(granted)}
         plays = [
             {"name": "P", "hosts": "localhost", "gather_facts": False, "tasks": [opening]},

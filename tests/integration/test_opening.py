@@ -4,54 +4,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
-COMPLETE = {
-    "relight_gpu_count": 0,
-    "relight_become": False,
-    "relight_model_dir": "/nowhere/model",
-    "relight_hidden_size": 8,
-    "relight_sglang_python": "/nowhere/python",
-    "relight_dump_layers": [0, 1, 2],
-    "relight_dataset_path": "/nowhere/records.json",
-    "relight_store_dir": "/nowhere/store",
-}
+from tests.plays import recover
 
 
 @pytest.fixture
 def play(tmp_path):
-    """Run recover.yml from another directory on one host with these variables; the report of an earlier run says clear."""
-    reports = tmp_path / "report"
-    reports.mkdir()
-    (reports / "report.json").write_text(json.dumps({"verdict": "clear", "run": "earlier"}))
-
-    def run(*arguments, host=None, **variables):
-        everywhere = {"relight_report_dir": str(reports), "relight_state_dir": str(tmp_path / "state"), **COMPLETE, **variables}
-        given = {k: v for k, v in everywhere.items() if v is not None}
-        local = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
-        hosts = {"h1": local if host is None else host}
-        inventory = tmp_path / "hosts.yml"
-        inventory.write_text(yaml.safe_dump({"all": {"vars": given, "children": {"relight": {"hosts": hosts}}}}))
-        done = subprocess.run(
-            [Path(sys.executable).with_name("ansible-playbook"), "-i", inventory, ROOT / "recover.yml", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_LOCAL_TEMP": str(tmp_path / "tmp")},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=110,
-        )
-        return done.returncode, done.stdout + done.stderr, json.loads((reports / "report.json").read_text())
-
-    return run
+    """Run recover.yml; the report of an earlier run says clear."""
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report/report.json").write_text(json.dumps({"verdict": "clear", "run": "earlier"}))
+    return functools.partial(recover, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +53,7 @@ def test_an_unreachable_host_is_not_clear(play):
 def test_a_limit_that_leaves_out_the_opening_play_is_refused_with_the_way_round(play):
     code, output, _ = play("--limit", "h1")
     assert code != 0
-    assert "use -e relight_target=HOST" in " ".join(output.split())
+    assert "use -e relight_target=HOST" in output
 
 
 def test_the_former_report_is_kept(play, tmp_path):
