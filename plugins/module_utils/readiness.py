@@ -443,7 +443,7 @@ def probe_dump(target: Target, about: Mapping[str, Any] | None) -> Dump:
         if os.path.exists(f"{path}.error"):
             return Dump(error=_error_text(f"{path}.error"), tokens=len(DUMP_IDS))
         about = about or {}
-        expected = dumpfile.Expected(rid, DUMP_IDS, target.layers, about.get("hidden_size"), about.get("instance"))
+        expected = dumpfile.asked(rid, DUMP_IDS, target.layers, about.get("hidden_size"), about.get("instance"))
         return Dump(faults=tuple(dumpfile.faults(path, expected)), tokens=len(DUMP_IDS))
     finally:
         for name in (path, f"{path}.error"):

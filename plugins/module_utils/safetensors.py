@@ -1,13 +1,18 @@
 # Copyright: the Relight authors
 # SPDX-License-Identifier: Apache-2.0
-"""The header of a safetensors file, by the format's rules to the letter. Values are not looked at here."""
+"""The safetensors format, read and written by its rules to the letter. Standard library only, Python 3.9 and newer."""
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from ansible_collections.relight.recovery.plugins.module_utils import ckpt
 
 HEADER_LIMIT_BYTES = 100_000_000  # the format's own limit
 BITS = {
@@ -18,10 +23,16 @@ BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
+# The types that samples are made of, in the words of ckpt.
+NAMES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
+    "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+}  # fmt: skip
+CODES = {name: code for code, name in NAMES.items()}
 
 
 class BadFile(Exception):
-    """The file breaks a rule. `kind` is torn (too short), extended (too long) or invalid."""
+    """The file breaks a rule. `kind` is torn (too short), extended (too long) or invalid; the message goes on after a colon."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -57,6 +68,10 @@ class Header:
     @property
     def data_offset(self) -> int:
         return 8 + len(self.raw)
+
+    def offset_of(self, name: str) -> int:
+        """Where a tensor's bytes begin, from the start of the file."""
+        return self.data_offset + self.tensors[name].begin
 
 
 def read_header(path: str) -> Header:
@@ -133,3 +148,64 @@ def _check_ranges(tensors: dict[str, Tensor]) -> int:
             raise BadFile("invalid", f"tensor {name} begins at {tensor.begin} where {position} was due: a hole or an overlap")
         position = tensor.end
     return position
+
+
+@contextmanager
+def mapped(path: str) -> Iterator[tuple[Header, dict[str, ckpt.TensorBytes]]]:
+    """The header and the tensors as views of the mapped file, valid within the block. Raises BadFile, OSError."""
+    header = read_header(path)
+    foreign = sorted({tensor.dtype for tensor in header.tensors.values()} - set(NAMES))
+    if foreign:
+        raise BadFile("invalid", f"it holds tensors of type {foreign[0]}")
+    with open(path, "rb") as handle:
+        memory = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        if len(memory) != header.file_bytes:
+            raise BadFile("invalid", "it changed its size while it was read")
+        whole = memoryview(memory)[header.data_offset :]
+        yield (
+            header,
+            {
+                name: ckpt.TensorBytes(NAMES[tensor.dtype], tensor.shape, whole[tensor.begin : tensor.end])
+                for name, tensor in header.tensors.items()
+            },
+        )
+    finally:
+        try:
+            memory.close()
+        except BufferError:  # a view outlives the block, in a frame of a traceback for one; the map goes with the last of them
+            pass
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor to be written, its bytes in pieces that together fill its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Iterable[ckpt.Buffer]
+
+
+def write(handle: ckpt.Sink, tensors: Mapping[str, ckpt.TensorBytes], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file; its data start on an 8-byte boundary. Raises OSError."""
+    write_parts(handle, {name: Part(tensor.dtype, tensor.shape, (tensor.buffer,)) for name, tensor in tensors.items()}, metadata)
+
+
+def write_parts(handle: ckpt.Sink, parts: Mapping[str, Part], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file of tensors that come in pieces. Raises OSError, ValueError where the pieces do not fill a shape."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name, part in parts.items():
+        end = at + ckpt.nbytes_of(part.dtype, part.shape)
+        header[name] = {"dtype": CODES[part.dtype], "shape": list(part.shape), "data_offsets": [at, end]}
+        at = end
+    data = json.dumps(header, separators=(",", ":")).encode()
+    data += b" " * (-len(data) % 8)
+    handle.write(len(data).to_bytes(8, "little") + data)
+    for name, part in parts.items():
+        left = ckpt.nbytes_of(part.dtype, part.shape)
+        for piece in part.pieces:
+            handle.write(piece)
+            left -= memoryview(piece).nbytes
+        if left:
+            raise ValueError(f"the pieces of {name} do not fill its shape {list(part.shape)}")

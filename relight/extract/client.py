@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, TypeVar
 
 import xxhash
+from ansible_collections.relight.recovery.plugins.module_utils import dumpfile
 from ansible_collections.relight.recovery.plugins.module_utils.ckpt import TensorBytes
 from ansible_collections.relight.recovery.plugins.module_utils.dataset import BadDataset, FixedRecords
 from ansible_collections.relight.recovery.plugins.module_utils.records import id_bytes
 from ansible_collections.relight.recovery.plugins.module_utils.store import NewerStore, Sample, Store
 
-from relight.extract import dumpfile, links
+from relight.extract import links, states
 from relight.extract.admission import Admission, Item, interleave
 from relight.extract.config import DONE, GAVE_UP, SOME_GIVEN_UP, STOPPED, BadInput, Config, GiveUp
 from relight.extract.fetch import Away, DumpWatch, Fetcher, Names, Refused, session, sweep
@@ -272,7 +273,7 @@ class Extraction:
 
     def _expected(self, rid: str, item: Item) -> dumpfile.Expected:
         digest = self.records.items[item.index].token_digest
-        return dumpfile.Expected(rid, self.instance, digest, item.tokens, tuple(self.config.layers), self.config.hidden_size)
+        return dumpfile.Expected(rid, digest, item.tokens, tuple(self.config.layers), self.config.hidden_size, self.instance)
 
     async def _store_when_room(self, item: Item, path: str, want: dumpfile.Expected, mask: bytes, run: str) -> None:
         """Write the sample; without room keep the dump and try again. Raises GiveUp, BadDump, Refused."""
@@ -310,14 +311,14 @@ class Extraction:
 
     def _store(self, index: int, path: str, want: dumpfile.Expected, mask: bytes, run: str) -> int:
         """In a thread: judge the dump, write the sample durably. Returns its bytes. Raises BadDump, OSError."""
-        with dumpfile.judged(path, want) as dump:
+        with dumpfile.judged(path, want, states.value_fault) as dump:
             tensors: Mapping[str, TensorBytes] = {
                 "input_ids": dump.tensors[dumpfile.IDS],
                 "loss_mask": TensorBytes("int64", (want.tokens,), id_bytes(list(mask))),
                 "hidden_state": dump.tensors[dumpfile.FINAL],
                 "aux_hidden_state": dump.tensors[dumpfile.AUX],
             }
-            extra = {"layers": json.dumps(list(want.layers)), "norm": dumpfile.NORM, "dtype": dump.dtype}
+            extra = {"layers": json.dumps(self.config.layers), "norm": want.norm, "dtype": dump.dtype}
             sample = Sample(index, want.tokens, want.digest, run, tensors, extra)
             return self.store.add(sample, xxhash.xxh3_128(), time.time()).bytes
 

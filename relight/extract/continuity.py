@@ -20,17 +20,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from ansible_collections.relight.recovery.plugins.module_utils import ckpt, continuity
+from ansible_collections.relight.recovery.plugins.module_utils import ckpt, continuity, dumpfile
 from ansible_collections.relight.recovery.plugins.module_utils.continuity import FINAL, Block, Quantiles, Sample, Seen
 from ansible_collections.relight.recovery.plugins.module_utils.dataset import FixedRecords
 from ansible_collections.relight.recovery.plugins.module_utils.gate import Gate, Problem, Verdict
 from ansible_collections.relight.recovery.plugins.module_utils.store import Entry, Locked, Store
 
-from relight.extract import dumpfile, links
+from relight.extract import links
 from relight.extract.config import BadInput, Config, GiveUp, load
 from relight.extract.fetch import Away, DumpWatch, Fetcher, Names, Refused, session
 from relight.extract.missing import file_digest
 from relight.extract.prepare import fixed_records
+from relight.extract.states import to_float32, value_fault
 
 TRIES = 3
 CANDIDATES = 4  # times the samples wanted: some may turn out not to be intact
@@ -127,7 +128,7 @@ def stored_states(store: Store, entry: Entry) -> Iterator[tuple[ckpt.Header, Arr
         for name in ("hidden_state", "aux_hidden_state"):
             tensor = header.tensors[name]
             handle.seek(tensor.offset)
-            arrays.append(dumpfile.to_float32(handle.read(tensor.nbytes), tensor.dtype).reshape(-1, tensor.shape[-1]))
+            arrays.append(to_float32(handle.read(tensor.nbytes), tensor.dtype).reshape(-1, tensor.shape[-1]))
     yield header, arrays[0], arrays[1]
 
 
@@ -167,14 +168,15 @@ class Probe:
         for attempt in range(1, TRIES + 1):
             rid = self.names.rid(self.server.instance, entry.index)
             want = dumpfile.Expected(
-                rid, self.server.instance, entry.token_digest, entry.tokens, tuple(self.config.layers), self.config.hidden_size
+                rid, entry.token_digest, entry.tokens, tuple(self.config.layers), self.config.hidden_size, self.server.instance
             )
             try:
                 self.probe_tokens += entry.tokens
                 path = await self.fetcher.fetch(rid, ids)
                 return self._compare(entry, path, want)
             except dumpfile.BadDump as error:
-                return Sample(entry.index, entry.tokens, 0.0, f"the server's dump is not that of the sample: {error}", _code(error))
+                what = "of other tokens" if error.kind == dumpfile.TOKENS else "not that of the sample"
+                return Sample(entry.index, entry.tokens, 0.0, f"the server's dump is {what}: {error}", _code(error))
             except Refused as error:
                 if attempt == TRIES:
                     return Sample(
@@ -186,27 +188,24 @@ class Probe:
 
     def _compare(self, entry: Entry, path: str, want: dumpfile.Expected) -> Sample:
         """Raises BadDump."""
-        with dumpfile.judged(path, want) as dump, stored_states(self.store, entry) as (header, final, aux):
+        with dumpfile.judged(path, want, value_fault) as dump, stored_states(self.store, entry) as (header, final, aux):
             stored_dtype = header.tensors["hidden_state"].dtype
             if stored_dtype != dump.dtype:
                 raise dumpfile.BadDump(f"its states are {dump.dtype}, the stored ones {stored_dtype}")
             self.dtype = dump.dtype
             width = self.config.hidden_size
-            new_final = dumpfile.to_float32(dump.tensors[dumpfile.FINAL].buffer, dump.dtype).reshape(-1, width)
-            new_aux = dumpfile.to_float32(dump.tensors[dumpfile.AUX].buffer, dump.dtype).reshape(-1, width * len(want.layers))
+            new_final = to_float32(dump.tensors[dumpfile.FINAL].buffer, dump.dtype).reshape(-1, width)
+            new_aux = to_float32(dump.tensors[dumpfile.AUX].buffer, dump.dtype).reshape(-1, width * len(self.config.layers))
             layers = self.config.layers
             worst = self.pool.add(blocks_of(final, aux, layers), blocks_of(new_final, new_aux, layers))
         return Sample(entry.index, entry.tokens, worst)
 
 
-def _code(error: Exception) -> str:
+def _code(error: dumpfile.BadDump) -> str:
     """What kind of mismatch a refused dump is."""
-    text = str(error)
-    if "not finite" in text:
+    if error.kind == dumpfile.VALUES:
         return "continuity-nonfinite"
-    if "tokens" in text or "input_ids" in text:
-        return "continuity-other-tokens"
-    return "continuity-other-dump"
+    return "continuity-other-tokens" if error.kind == dumpfile.TOKENS else "continuity-other-dump"
 
 
 async def check(config: Config, store: Store, samples: int) -> Gate:

@@ -11,10 +11,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ansible_collections.relight.recovery.plugins.module_utils.dumpfile import NORM, Server
 from ansible_collections.relight.recovery.plugins.module_utils.store import Runs, Store, UnknownLayout, layout
 
 from relight.extract.config import BadInput, Config, GiveUp
-from relight.extract.dumpfile import NORM, Server
 
 PROVENANCE = ("sglang", "plugin", "torch", "tp", "model_path", "dtype")
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ansible_collections.relight.recovery.plugins.module_utils import dumpfile
 from ansible_collections.relight.recovery.plugins.module_utils.store import Entry, Runs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relight.extract import continuity, dumpfile, fetch, links
+from relight.extract import continuity, fetch, links, states
 from relight.extract.admission import Admission, Item, interleave
 from relight.extract.client import Trouble
 from relight.extract.progress import Display, Progress, human_bytes, human_seconds, line, publish, read
@@ -168,17 +169,19 @@ def test_numbers_for_people() -> None:
 def test_what_is_not_finite_is_found_wherever_it_lies(dtype: str, bad: float) -> None:
     largest = 6e4 if dtype == "float16" else 3e38
     values = np.linspace(-largest, largest, 101).astype("<f4")
-    assert dumpfile.finite(raw(values, dtype), dtype)
+    assert states.value_fault(raw(values, dtype), dtype) is None
     for place in (0, 50, 100):
         broken = values.copy()
         broken[place] = bad
-        assert not dumpfile.finite(raw(broken, dtype), dtype)
+        assert states.value_fault(raw(broken, dtype), dtype) == dumpfile.value_fault(raw(broken, dtype), dtype)
+        assert states.value_fault(raw(broken, dtype), dtype) == "holds 1 values that are not finite"
+    assert states.value_fault(bytes(8), dtype) == dumpfile.value_fault(bytes(8), dtype) == "is all zeros"
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 0.0), ("float16", 1e-3), ("bfloat16", 8e-3)])
 def test_raw_states_become_float32(dtype: str, error: float) -> None:
     values = np.linspace(-3, 3, 64).astype("<f4")
-    assert np.abs(dumpfile.to_float32(raw(values, dtype), dtype) - values).max() <= error * 3
+    assert np.abs(states.to_float32(raw(values, dtype), dtype) - values).max() <= error * 3
 
 
 def raw(values: np.ndarray[Any, Any], dtype: str) -> bytes:

@@ -12,7 +12,7 @@ from safetensors.numpy import save, save_file
 
 IDS = (5, 17, 2, 9)
 WIDTH = 8
-GOOD = dumpfile.Expected("relight-abc-1-0", IDS, (1, 2, 3), WIDTH, "feed")
+GOOD = dumpfile.asked("relight-abc-1-0", IDS, (1, 2, 3), WIDTH, "feed")
 
 
 def write(path, header, data=b"", length=None):
@@ -131,7 +131,12 @@ NAN = numpy.full((1, 4, WIDTH), numpy.nan, numpy.float32)
         ({"hidden_state": None}, {}, "it holds no hidden_state"),
         ({"hidden_state": numpy.ones((1, 3, WIDTH), numpy.float32)}, {}, "hidden_state has the shape [1, 3, 8], not [1, 4, 8]"),
         ({"hidden_state": NAN}, {}, "hidden_state holds 32 values that are not finite"),
-        ({"hidden_state": NAN.astype(numpy.float16)}, {}, "hidden_state holds 32 values that are not finite"),
+        (
+            {"hidden_state": NAN.astype(numpy.float16), "aux_hidden_state": numpy.ones((1, 4, 3 * WIDTH), numpy.float16)},
+            {},
+            "hidden_state holds 32 values that are not finite",
+        ),
+        ({"hidden_state": NAN.astype(numpy.float16)}, {}, "the states are float16 and float32"),
         ({"aux_hidden_state": numpy.zeros((1, 4, 3 * WIDTH), numpy.float32)}, {}, "aux_hidden_state is all zeros"),
     ],
 )
@@ -147,4 +152,4 @@ def test_a_torn_dump_is_told(tmp_path):
 
 
 def test_bfloat16_infinity_is_not_finite():
-    assert dumpfile.value_fault(struct.pack("<HHH", 0x3F80, 0x7F80, 0x7F7F), "BF16") == "holds 1 values that are not finite"
+    assert dumpfile.value_fault(struct.pack("<HHH", 0x3F80, 0x7F80, 0x7F7F), "bfloat16") == "holds 1 values that are not finite"

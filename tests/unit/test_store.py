@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import safetensors.numpy
 import xxhash
-from ansible_collections.relight.recovery.plugins.module_utils import safetensors_file
+from ansible_collections.relight.recovery.plugins.module_utils import safetensors as format_
 from ansible_collections.relight.recovery.plugins.module_utils.store import (
     Locked,
     Manifest,
@@ -176,11 +176,11 @@ def test_safetensors_agree_with_the_formats_own_library(tmp_path):
     tensors = sample(3, 5).tensors
     path = tmp_path / "dump"
     with open(path, "wb") as handle:
-        safetensors_file.write(handle, tensors, {"rid": "relight-1"})
+        format_.write(handle, tensors, {"rid": "relight-1"})
     loaded = safetensors.numpy.load_file(path)
     assert {name: value.tobytes() for name, value in loaded.items()} == {name: bytes(tensor.buffer) for name, tensor in tensors.items()}
     safetensors.numpy.save_file(loaded, tmp_path / "theirs", metadata={"rid": "relight-1"})
-    with safetensors_file.mapped(str(tmp_path / "theirs")) as (header, views):
+    with format_.mapped(str(tmp_path / "theirs")) as (header, views):
         assert header.metadata == {"rid": "relight-1"}
         assert {name: (view.dtype, view.shape, bytes(view.buffer)) for name, view in views.items()} == {
             name: (tensor.dtype, tensor.shape, bytes(tensor.buffer)) for name, tensor in tensors.items()
@@ -192,8 +192,8 @@ def test_safetensors_agree_with_the_formats_own_library(tmp_path):
 def test_a_cut_or_longer_safetensors_file_is_broken(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("st") / "dump"
     with open(path, "wb") as handle:
-        safetensors_file.write(handle, sample(3, 2).tensors, {})
+        format_.write(handle, sample(3, 2).tensors, {})
     size = path.stat().st_size
     os.truncate(path, data.draw(st.integers(0, size - 1) | st.integers(size + 1, size + 99)))
-    with pytest.raises(safetensors_file.Broken):
-        safetensors_file.read_header(str(path))
+    with pytest.raises(format_.BadFile):
+        format_.read_header(str(path))
