@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import xxhash
 from ansible_collections.relight.recovery.plugins.module_utils import ckpt, inventory
-from ansible_collections.relight.recovery.plugins.module_utils.store import DIGEST, Layout, Seen
+from ansible_collections.relight.recovery.plugins.module_utils.layouts import Part, Seen
+from ansible_collections.relight.recovery.plugins.module_utils.store import DIGEST
 
 BEAT_SECONDS = 1.0
 _BLOCK_BYTES = 512
@@ -57,38 +58,34 @@ class Values:
         self.zero_bytes = max(self.zero_bytes, longest * _BLOCK_BYTES)
 
 
-def _parts(seen: Seen, layout: Layout) -> Iterator[tuple[int, str | None, Values | None]]:
-    """The file in consecutive parts: length, the entry that a part is the data of, and how to look at its values."""
-    states = {tensor.entry: tensor for tensor in layout.states_of(seen.header)}
+def _stretches(seen: Seen) -> Iterator[tuple[int, Part | None, Values | None]]:
+    """The file in consecutive stretches: length, the part that it is the data of, and how to look at its values."""
     at = 0
-    for entry in seen.header.entries:
-        yield entry.offset - at, None, None
-        state = states.get(entry.name)
-        whole = state is not None and (state.offset, state.nbytes) == (entry.offset, entry.nbytes)
-        yield entry.nbytes, entry.name, Values(state.dtype) if state is not None and whole else None
-        at = entry.offset + entry.nbytes
-    yield seen.header.bytes - at, None, None
+    for part in seen.parts:
+        yield part.offset - at, None, None
+        yield part.nbytes, part, Values(part.states) if part.states else None
+        at = part.offset + part.nbytes
+    yield seen.bytes - at, None, None
 
 
-def look_at_content(path: str, seen: Seen, layout: Layout, beat: Callable[[], None] = lambda: None) -> inventory.Content:
+def look_at_content(path: str, seen: Seen, beat: Callable[[], None] = lambda: None) -> inventory.Content:
     """Digest, checksums and values of one file in a single pass with bounded memory. Raises OSError, ckpt.Torn."""
     state = xxhash.xxh3_128()
     broken: list[str] = []
     looks: list[Values] = []
-    crcs = {entry.name: entry.crc for entry in seen.header.entries}
     with open(path, "rb") as handle:
         at = 0
-        for nbytes, name, values in _parts(seen, layout):
+        for nbytes, part, values in _stretches(seen):
             crc = 0
             for piece in ckpt.chunks(handle, at, nbytes):
                 beat()
                 state.update(piece)
-                if name is not None:
+                if part is not None and part.crc is not None:
                     crc = zlib.crc32(piece, crc)
                 if values is not None:
                     values.add(memoryview(piece))
-            if name is not None and crcs[name] not in (None, crc):
-                broken.append(name)
+            if part is not None and part.crc not in (None, crc):
+                broken.append(part.name)
             if values is not None:
                 looks.append(values)
             at += nbytes
@@ -115,8 +112,8 @@ def main() -> int:
             last = time.monotonic()
             _tell({"beat": True})
 
-    def content(path: str, seen: Seen, layout: Layout) -> inventory.Content:
-        return look_at_content(path, seen, layout, beat)
+    def content(path: str, seen: Seen) -> inventory.Content:
+        return look_at_content(path, seen, beat)
 
     given = json.load(sys.stdin)
     try:

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 from ansible_collections.relight.recovery.plugins.module_utils import ckpt
-from ansible_collections.relight.recovery.plugins.module_utils.store import SpecForge, Store
+from ansible_collections.relight.recovery.plugins.module_utils.layouts import SpecForge
+from ansible_collections.relight.recovery.plugins.module_utils.store import Store
 
 from tests.fake_server import HIDDEN, LAYERS, sample
 from tests.harness import ROOT

@@ -12,8 +12,9 @@ from random import Random
 import xxhash
 from ansible_collections.relight.recovery.plugins.module_utils.ckpt import TensorBytes
 from ansible_collections.relight.recovery.plugins.module_utils.dataset import FixedWriter
+from ansible_collections.relight.recovery.plugins.module_utils.layouts import Sample, layout
 from ansible_collections.relight.recovery.plugins.module_utils.records import Raw, id_bytes, record_digest, token_digest
-from ansible_collections.relight.recovery.plugins.module_utils.store import Entry, Sample, Store, layout
+from ansible_collections.relight.recovery.plugins.module_utils.store import Entry, Store
 
 HIDDEN = 8
 RUN = "run-1"

@@ -101,6 +101,7 @@ class Tensor:
     nbytes: int
     entry: str
     crc: int | None
+    stride: int = 0  # bytes from one row to the next, where other things lie between the rows
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ class Header:
     tensors: dict[str, Tensor]
     extra: dict[str, str]
     entries: tuple[Entry, ...] = field(default=())
+    values: dict[str, Any] = field(default_factory=dict)
 
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
@@ -192,10 +194,12 @@ def _pickle_tensor(tensor: TensorBytes, key: int) -> bytes:
     )
 
 
-def _pickle(tensors: Mapping[str, TensorBytes], extra: Mapping[str, str]) -> bytes:
+def _pickle(tensors: Mapping[str, TensorBytes], extra: Mapping[str, str], values: Mapping[str, str | bool]) -> bytes:
     parts = [b"\x80\x02}("]
     for key, (name, tensor) in enumerate(tensors.items()):
         parts += [_text(name), _pickle_tensor(tensor, key)]
+    for name, item in values.items():
+        parts += [_text(name), (b"\x88" if item else b"\x89") if isinstance(item, bool) else _text(item)]
     if extra:
         parts += [_text(EXTRA), b"}("]
         for name, value in extra.items():
@@ -242,14 +246,16 @@ def _put_directory(out: _Counting, entries: list[Entry]) -> None:
     out.put(_END.pack(0x06054B50, 0, 0, len(entries), len(entries), end - start, min(start, _BIG), 0))
 
 
-def write(handle: Sink, tensors: Mapping[str, TensorBytes], extra: Mapping[str, str]) -> None:
-    """Write a dict of tensors, and `extra` as a dict of strings under the key `relight`, as torch.save would. Raises OSError.
+def write(
+    handle: Sink, tensors: Mapping[str, TensorBytes], extra: Mapping[str, str], values: Mapping[str, str | bool] | None = None
+) -> None:
+    """Write a dict of tensors and `values`, and `extra` as a dict of strings under the key `relight`, as torch.save would.
 
-    `handle` needs no seek, so it may digest what passes.
+    `handle` needs no seek, so it may digest what passes. Raises OSError.
     """
     out = _Counting(handle)
     entries = [
-        _put_entry(out, "data.pkl", _pickle(tensors, extra)),
+        _put_entry(out, "data.pkl", _pickle(tensors, extra, values or {})),
         _put_entry(out, ".format_version", b"1"),
         _put_entry(out, ".storage_alignment", str(ALIGNMENT).encode()),
         _put_entry(out, "byteorder", b"little"),
@@ -470,7 +476,14 @@ class _Reader:
         return value
 
 
-def _place(name: str, tensor: _Tensor, entries: dict[str, Entry], prefix: str) -> Tensor:
+def _row_stride(tensor: _Tensor) -> int:
+    """From row to row of a matrix whose rows lie apart, in numbers; 0 for every other order."""
+    if len(tensor.shape) != 2 or len(tensor.strides) != 2 or not all(tensor.shape):
+        return 0
+    return tensor.strides[0] if tensor.strides[1] == 1 and tensor.strides[0] > tensor.shape[1] else 0
+
+
+def _place(name: str, tensor: _Tensor, entries: dict[str, Entry], prefix: str, rows: bool) -> Tensor:
     entry = entries.get(f"{prefix}/data/{tensor.storage.key}")
     if entry is None:
         raise Torn(f"lacks the storage of {name!r}")
@@ -478,18 +491,22 @@ def _place(name: str, tensor: _Tensor, entries: dict[str, Entry], prefix: str) -
     if tensor.storage.numel * size != entry.nbytes:
         raise Torn(f"has {entry.nbytes} bytes for {name!r} where its header says {tensor.storage.numel * size}")
     usual = _strides(tensor.shape)
-    if len(tensor.strides) != len(usual) or any(
-        have != want for have, want, length in zip(tensor.strides, usual, tensor.shape) if length > 1
-    ):
+    stride = _row_stride(tensor) if rows else 0
+    turned = any(have != want for have, want, length in zip(tensor.strides, usual, tensor.shape) if length > 1)
+    if not stride and (turned or len(tensor.strides) != len(usual)):
         raise Strange(f"holds {name!r} in an unusual memory order")
     nbytes = nbytes_of(tensor.storage.dtype, tensor.shape)
-    if tensor.offset * size + nbytes > entry.nbytes:
+    spanned = ((tensor.shape[0] - 1) * stride + tensor.shape[1]) * size if stride else nbytes
+    if tensor.offset * size + spanned > entry.nbytes:
         raise Torn(f"has {entry.nbytes} bytes for {name!r}, too few for its shape")
-    return Tensor(tensor.storage.dtype, tensor.shape, entry.offset + tensor.offset * size, nbytes, entry.name, entry.crc)
+    return Tensor(tensor.storage.dtype, tensor.shape, entry.offset + tensor.offset * size, nbytes, entry.name, entry.crc, stride * size)
 
 
-def read_header_of(handle: IO[bytes]) -> Header:
-    """Read names, types, shapes, places and our own strings from an open file. Raises Torn, Strange, OSError."""
+def read_header_of(handle: IO[bytes], values: tuple[str, ...] = (), rows: bool = False) -> Header:
+    """Read names, types, shapes, places and our own strings from an open file. Raises Torn, Strange, OSError.
+
+    `values` may be plain values beside the tensors; with `rows` a matrix may be a view whose rows lie apart.
+    """
     size = os.fstat(handle.fileno()).st_size
     found = _entries(handle, size)
     entries = {entry.name: entry for entry in found}
@@ -511,10 +528,11 @@ def read_header_of(handle: IO[bytes]) -> Header:
     extra = value.pop(EXTRA, {})
     if not isinstance(extra, dict) or not all(isinstance(item, str) for item in extra.values()):
         raise Strange(f"has a {EXTRA!r} entry that is not a dict of strings")
+    plain = {name: value.pop(name) for name in values if name in value and isinstance(value[name], (str, int, bool, type(None)))}
     others = sorted(name for name, item in value.items() if not isinstance(item, _Tensor))
     if others:
         raise Strange(f"holds {json.dumps(others[0][:80])}, which is not a tensor")
-    return Header(size, {name: _place(name, item, entries, prefix) for name, item in value.items()}, extra, found)
+    return Header(size, {name: _place(name, item, entries, prefix, rows) for name, item in value.items()}, extra, found, plain)
 
 
 def read_header(path: str) -> Header:

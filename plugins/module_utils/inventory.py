@@ -16,11 +16,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Callable
 
-from ansible_collections.relight.recovery.plugins.module_utils import ckpt, store
+from ansible_collections.relight.recovery.plugins.module_utils import ckpt, layouts
 from ansible_collections.relight.recovery.plugins.module_utils.dataset import HEADER as FIXED_HEADER
 from ansible_collections.relight.recovery.plugins.module_utils.dataset import BadDataset, Fixed, FixedRecords, entries
 from ansible_collections.relight.recovery.plugins.module_utils.durable import TEMPORARY
-from ansible_collections.relight.recovery.plugins.module_utils.store import Entry, Layout, Manifest, Runs, Seen, Store
+from ansible_collections.relight.recovery.plugins.module_utils.layouts import Layout, Seen
+from ansible_collections.relight.recovery.plugins.module_utils.store import HERE, Entry, Manifest, Runs, Store
 
 DEPTHS = ("names", "headers", "content")
 INTACT, TORN, CORRUPT, FOREIGN, DOUBTFUL, MISSING = "intact", "torn", "corrupt", "foreign", "doubtful", "missing"
@@ -67,12 +68,12 @@ class Found:
     enter: dict[str, Any] | None = None
 
 
-ContentLook = Callable[[str, Seen, Layout], Content]
+ContentLook = Callable[[str, Seen], Content]
 
 
-def checksums(path: str, seen: Seen, _layout: Layout) -> Content:
-    """The content look of the standard library: the archive's own checksums and no digest. Raises OSError, ckpt.Torn."""
-    return Content(None, tuple(ckpt.broken_entries(path, seen.header)))
+def checksums(path: str, seen: Seen) -> Content:
+    """The content look of the standard library: the format's own checksums and no digest. Raises OSError, ckpt.Torn."""
+    return Content(None, layouts.broken_parts(path, seen))
 
 
 # --- judging one file: pure --------------------------------------------------------------------------------------------
@@ -105,7 +106,10 @@ def _judge_identity(seen: Seen, entry: Entry | None, runs: Runs, reference: Mapp
             return FOREIGN, f"is of the run {run!r}, which runs.json does not know"
         own = known
     told = {**own, **{name: value for name, value in seen.extra.items() if name in ("layers", "norm", "dtype")}}
-    real = {"dtype": seen.dtype, "hidden_size": seen.hidden_size}
+    real: dict[str, Any] = {"dtype": seen.dtype, "hidden_size": seen.hidden_size}
+    if seen.norm is not None:
+        said = seen.extra.get("norm", seen.norm)  # the file's flag knows no surrogates
+        real["norm"] = said if said.startswith(seen.norm) else seen.norm
     for left, right in ((own, seen.extra), (told, real), (reference or {}, {**told, **real})):
         names = differing(left, right)
         if names:
@@ -125,7 +129,7 @@ def judge_structure(
         return CORRUPT, "holds other tokens than the manifest says"
     if record and (record.token_digest, record.tokens) != (seen.token_digest, seen.tokens):
         return FOREIGN, f"holds {seen.tokens} tokens that are not those of its record ({record.tokens} tokens)"
-    if record and record.digest != seen.record_digest:
+    if record and seen.record_digest is not None and record.digest != seen.record_digest:
         return FOREIGN, "has another loss mask than its record"
     return _judge_identity(seen, entry, runs, reference)
 
@@ -190,7 +194,7 @@ class _Judge:
             verdict, why = judge_structure(seen, entry, record, self.runs, self.reference)
             digest = None
             if verdict == INTACT and (self.request.depth == "content" or entry is None):
-                content = self.content(full, seen, self.place.layout)
+                content = self.content(full, seen)
                 verdict, why = judge_content(content, entry)
                 digest = content.digest
         except ckpt.Torn as error:
@@ -198,6 +202,8 @@ class _Judge:
             return Found(path, index, CORRUPT if same else TORN, f"{error}", size, tokens)
         except ckpt.Strange as error:
             return Found(path, index, CORRUPT if entry and size == entry.bytes else FOREIGN, f"{error}", size, tokens)
+        except layouts.Unsupported as error:
+            return Found(path, index, UNJUDGED, f"{error}", size, tokens)
         enter = None
         if verdict == INTACT and entry is None and digest:
             run = seen.extra.get("run") or ADOPTED
@@ -220,11 +226,13 @@ def _listing(path: str, layout: Layout) -> tuple[list[str], int]:
 
 
 def _strays(place: Store, shards: list[str]) -> Iterator[str]:
-    """Files outside the shard directories that a trainer's reader, which walks the whole store, would list."""
+    """Files outside the shard directories that a trainer's reader would list where it walks the whole store."""
+    if not place.layout.walked:
+        return
     for folder, folders, names in os.walk(place.path):
         inside = os.path.relpath(folder, place.path)
         folders[:] = [name for name in folders if inside != "." or name not in shards]
-        for name in names:
+        for name in names if inside != "." or HERE not in shards else ():
             if name.endswith(place.layout.suffixes) and not name.startswith(TEMPORARY):
                 yield os.path.normpath(os.path.join(inside, name))
 
@@ -245,7 +253,8 @@ def _top(request: Request, place: Store, records: FixedRecords | None) -> Iterat
     }
     if not there:
         return
-    yield {"temporaries": _listing(place.path, place.layout)[1], "quarantined": len(place.quarantined())}
+    temporaries = 0 if HERE in shards else _listing(place.path, place.layout)[1]
+    yield {"temporaries": temporaries, "quarantined": len(place.quarantined())}
     for path in _strays(place, shards):
         yield _line(Found(path, None, FOREIGN, "is where no sample belongs", os.path.getsize(os.path.join(place.path, path))))
 
@@ -255,10 +264,12 @@ def _shard(request: Request, judge: _Judge) -> Iterator[dict[str, Any]]:
     known = Manifest(os.path.join(place.path, folder)).read()
     names, temporaries = _listing(os.path.join(place.path, folder), place.layout)
     yield {"temporaries": temporaries}
+    by_name = {entry.file: entry.index for entry in known.values()} if place.layout.by_record else {}
     there = set()
     for name in names:
-        path = f"{folder}/{name}"
+        path = inside(folder, name)
         index = place.layout.index_of(path)
+        index = by_name.get(name) if index is None else index
         if index is not None:
             there.add(index)
         if name in request.skip:
@@ -268,10 +279,17 @@ def _shard(request: Request, judge: _Judge) -> Iterator[dict[str, Any]]:
             yield _line(judge.file(path, index, known.get(index)))
         elif name.endswith(".gz"):
             yield _line(Found(path, None, UNJUDGED, "is compressed, which cannot be judged yet"))
+        elif place.layout.by_record and judge.records is None:
+            yield _line(Found(path, None, UNJUDGED, "is named by its record, and the fixed records are not there to tell which"))
         else:
             yield _line(Found(path, None, FOREIGN, "is where no sample of its name belongs"))
     for index in sorted(set(known) - there):
-        yield _line(Found(f"{folder}/{known[index].file}", index, MISSING, "is in the manifest only"))
+        yield _line(Found(inside(folder, known[index].file), index, MISSING, "is in the manifest only"))
+
+
+def inside(folder: str, name: str) -> str:
+    """A file's path in the store."""
+    return name if folder == HERE else f"{folder}/{name}"
 
 
 def _line(found: Found) -> dict[str, Any]:
@@ -288,9 +306,9 @@ def open_records(dataset: str | None) -> FixedRecords | None:
 def survey(request: Request, content: ContentLook = checksums) -> Iterator[dict[str, Any]]:
     """Look at one directory of the store; yields plain dicts for `Tally.add`.
 
-    Raises store.UnknownLayout, store.NewerStore, BadDataset, ValueError (runs.json), OSError.
+    Raises layouts.UnknownLayout, store.NewerStore, BadDataset, ValueError (runs.json), OSError.
     """
-    place = Store(request.store, store.layout(request.layout))
+    place = Store(request.store, layouts.layout(request.layout, request.dataset))
     records = open_records(request.dataset)
     try:
         if request.folder:

@@ -1,6 +1,6 @@
 # Copyright: the Relight authors
 # SPDX-License-Identifier: Apache-2.0
-"""The sample store: where sample i lives, how it is written durably, what is known of it, and how doubt is put aside.
+"""The sample store: how samples are written durably in their layout, what is known of them, and how doubt is put aside.
 
 A file becomes a sample in this order: temporary name, fsync, rename, fsync of the directory, line in the manifest. A kill between
 any two of these leaves either no sample or a whole one; the inventory judges by content, so a lost manifest line costs a look only.
@@ -13,14 +13,12 @@ import json
 import os
 import re
 import shutil
-import sys
-from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
-from ansible_collections.relight.recovery.plugins.module_utils import ckpt, records
+from ansible_collections.relight.recovery.plugins.module_utils import ckpt
 from ansible_collections.relight.recovery.plugins.module_utils.durable import (
     TEMPORARY,
     append_line,
@@ -29,6 +27,8 @@ from ansible_collections.relight.recovery.plugins.module_utils.durable import (
     replacing,
     write_json,
 )
+from ansible_collections.relight.recovery.plugins.module_utils.layouts import Layout, Sample
+from ansible_collections.relight.recovery.plugins.module_utils.layouts import layout as layout
 
 SCHEMA = 1
 MANIFEST = "MANIFEST.jsonl"
@@ -37,10 +37,7 @@ QUARANTINE = "quarantine"
 QUARANTINED = ".quarantined"  # ends every name in quarantine, so that a trainer that walks the whole store lists none
 LOCK = ".relight-lock"
 DIGEST = "xxh3_128"
-
-
-class UnknownLayout(Exception):
-    """No layout of this name; the message is one sentence."""
+HERE = "."  # the one shard directory of a flat layout: the store itself
 
 
 class NewerStore(Exception):
@@ -57,142 +54,6 @@ class Hasher(Protocol):
     def update(self, data: Any, /) -> object: ...
 
     def hexdigest(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What is to be stored. `extra` are the strings kept beside the tensors (run, layers, norm, dtype)."""
-
-    index: int
-    tokens: int
-    token_digest: str
-    run: str
-    tensors: Mapping[str, ckpt.TensorBytes]
-    extra: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a file says of itself by its structure, ids and mask, without its states."""
-
-    bytes: int
-    mtime: float
-    tokens: int
-    token_digest: str
-    record_digest: str
-    hidden_size: int
-    dtype: str
-    extra: Mapping[str, str]
-    header: ckpt.Header
-
-
-class Layout(Protocol):
-    """Where samples live and in which form. Paths are relative to the store and written with forward slashes."""
-
-    name: str
-    suffixes: tuple[str, ...]
-
-    def path_of(self, index: int) -> str: ...
-
-    def index_of(self, path: str) -> int | None: ...
-
-    def is_shard(self, name: str) -> bool: ...
-
-    def write(self, sink: ckpt.Sink, sample: Sample) -> None: ...
-
-    def look(self, path: str) -> Seen: ...
-
-    def states_of(self, header: ckpt.Header) -> list[ckpt.Tensor]: ...
-
-
-class SpecForge:
-    """rows_{g}-{g+2000}/data_{i}.ckpt, a torch.save file each, as SpecForge's prepare_hidden_states.py lays them out."""
-
-    name = "specforge"
-    suffixes: tuple[str, ...] = (".ckpt", ".ckpt.gz")
-    group = 2000
-    STATES = ("hidden_state", "aux_hidden_state")
-    _PATH = re.compile(r"rows_(\d{1,12})-(\d{1,12})/data_(\d{1,12})\.ckpt\Z", re.ASCII)
-    _SHARD = re.compile(r"rows_\d{1,12}-\d{1,12}\Z", re.ASCII)
-
-    def path_of(self, index: int) -> str:
-        first = index // self.group * self.group
-        return f"rows_{first}-{first + self.group}/data_{index}.ckpt"
-
-    def index_of(self, path: str) -> int | None:
-        """The index of a sample in its right place; None for any other name, also a right name in a wrong directory."""
-        match = self._PATH.match(path)
-        if match is None:
-            return None
-        index = int(match.group(3))
-        return index if self.path_of(index) == path else None
-
-    def is_shard(self, name: str) -> bool:
-        return self._SHARD.match(name) is not None
-
-    def write(self, sink: ckpt.Sink, sample: Sample) -> None:
-        ckpt.write(sink, sample.tensors, {**sample.extra, "token_digest": sample.token_digest, "run": sample.run})
-
-    def look(self, path: str) -> Seen:
-        """Read a sample's structure, ids and mask. Raises ckpt.Torn, ckpt.Strange, OSError."""
-        with open(path, "rb") as handle:
-            header = ckpt.read_header_of(handle)
-            status = os.fstat(handle.fileno())
-            lacking = [name for name in ("input_ids", "loss_mask", *self.STATES) if name not in header.tensors]
-            if lacking:
-                raise ckpt.Strange(f"lacks {lacking[0]}")
-            ids, mask, final, aux = (header.tensors[name] for name in ("input_ids", "loss_mask", *self.STATES))
-            tokens, hidden = (ids.shape[0], final.shape[-1]) if ids.shape and final.shape else (0, 0)
-            self._judge_shapes(ids, mask, final, aux)
-            id_bytes = b"".join(ckpt.chunks(handle, ids.offset, ids.nbytes))
-            mask_words = array("q", b"".join(ckpt.chunks(handle, mask.offset, mask.nbytes)))
-        if sys.byteorder == "big":
-            mask_words.byteswap()
-        flags = bytes(mask_words.tolist()) if all(word in (0, 1) for word in mask_words) else b""
-        words = array("q", id_bytes)
-        if sys.byteorder == "big":
-            words.byteswap()
-        return Seen(
-            bytes=header.bytes,
-            mtime=status.st_mtime,
-            tokens=tokens,
-            token_digest=records.token_digest_of_bytes(id_bytes),
-            record_digest=records.record_digest(words, flags),
-            hidden_size=hidden,
-            dtype=final.dtype,
-            extra=header.extra,
-            header=header,
-        )
-
-    def _judge_shapes(self, ids: ckpt.Tensor, mask: ckpt.Tensor, final: ckpt.Tensor, aux: ckpt.Tensor) -> None:
-        """[L], [L], [1,L,H], [1,L,3H]; the leading 1 may be left out, as the trainer accepts it. Raises ckpt.Strange."""
-        tokens, hidden = ids.shape[0] if ids.shape else 0, final.shape[-1] if final.shape else 0
-        wanted = {
-            "loss_mask": (mask, (tokens,)),
-            "hidden_state": (final, (tokens, hidden)),
-            "aux_hidden_state": (aux, (tokens, 3 * hidden)),
-        }
-        for name, (tensor, shape) in wanted.items():
-            have = tensor.shape[1:] if len(tensor.shape) == 3 and tensor.shape[0] == 1 else tensor.shape
-            if not tokens or not hidden or have != shape:
-                raise ckpt.Strange(f"has {name} in the shape {list(tensor.shape)} for {tokens} tokens")
-        if len(ids.shape) != 1 or ids.dtype != "int64" or mask.dtype != "int64":
-            raise ckpt.Strange("has input_ids or loss_mask that are not one row of int64")
-        if final.dtype != aux.dtype or final.dtype not in ("float32", "float16", "bfloat16"):
-            raise ckpt.Strange(f"has states of the types {final.dtype} and {aux.dtype}")
-
-    def states_of(self, header: ckpt.Header) -> list[ckpt.Tensor]:
-        return [header.tensors[name] for name in self.STATES]
-
-
-LAYOUTS: dict[str, type[SpecForge]] = {"specforge": SpecForge}
-
-
-def layout(name: str) -> Layout:
-    """The layout of this name. Raises UnknownLayout."""
-    if name not in LAYOUTS:
-        raise UnknownLayout(f"store layout {name!r} is not one of: {', '.join(sorted(LAYOUTS))}")
-    return LAYOUTS[name]()
 
 
 @dataclass(frozen=True)
@@ -336,7 +197,7 @@ class Store:
         shard, name = os.path.split(path)
         if not os.path.isdir(shard):
             os.makedirs(shard, exist_ok=True)
-            fsync_directory(self.path)
+            fsync_directory(os.path.dirname(shard))
         with replacing(path) as handle:
             out = Digesting(handle, hasher)
             self.layout.write(out, sample)
@@ -346,7 +207,10 @@ class Store:
         return entry
 
     def shards(self) -> list[str]:
-        """The names of the shard directories, in the order of their first index. Raises OSError."""
+        """The names of the shard directories, in the order of their first index; a flat layout has one, HERE. Raises OSError."""
+        if self.layout.flat:
+            os.stat(self.path)
+            return [HERE]
         with os.scandir(self.path) as items:
             names = [item.name for item in items if self.layout.is_shard(item.name) and item.is_dir()]
         return sorted(names, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
@@ -363,7 +227,7 @@ class Store:
     def temporaries(self) -> list[str]:
         """Paths of unfinished writes, of this process or of dead ones. Raises OSError."""
         found = []
-        for folder in ("", *self.shards()):
+        for folder in {"", *self.shards()} - {HERE}:
             with os.scandir(os.path.join(self.path, folder)) as items:
                 found += [item.path for item in items if item.name.startswith(TEMPORARY)]
         return sorted(found)
@@ -440,10 +304,20 @@ class Store:
         for directory in (*made, self.path):
             fsync_directory(directory)
         _move(source, target)
-        index = self.layout.index_of(path)
-        if index is not None and os.path.exists(os.path.join(os.path.dirname(source), MANIFEST)):
-            Manifest(os.path.dirname(source)).forget(index)
+        manifest = Manifest(os.path.dirname(source))
+        if os.path.exists(manifest.path):
+            index = self._index_of(path, manifest)
+            if index is not None:
+                manifest.forget(index)
         return target
+
+    def _index_of(self, path: str, manifest: Manifest) -> int | None:
+        """A name that the layout cannot read without its records is looked up in the manifest."""
+        index = self.layout.index_of(path)
+        if index is None and self.layout.by_record:
+            name = os.path.basename(path)
+            index = next((entry.index for entry in manifest.read().values() if entry.file == name), None)
+        return index
 
     def quarantined(self) -> list[str]:
         """Paths of the files in quarantine. A missing quarantine is empty. Raises OSError."""

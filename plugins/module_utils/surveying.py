@@ -17,7 +17,8 @@ from typing import Any
 from ansible_collections.relight.recovery.plugins.module_utils import bounded, inventory
 from ansible_collections.relight.recovery.plugins.module_utils.gate import Gate, Problem, Verdict
 from ansible_collections.relight.recovery.plugins.module_utils.inventory import Found, Request, Tally
-from ansible_collections.relight.recovery.plugins.module_utils.store import Entry, Store, layout
+from ansible_collections.relight.recovery.plugins.module_utils.layouts import layout
+from ansible_collections.relight.recovery.plugins.module_utils.store import Entry, Store
 
 NAMED = 10  # files of one verdict that get a problem each; the rest is counted
 REMEDIES = {
@@ -145,8 +146,8 @@ def _folder(plan: Plan, folder: str, tally: Tally) -> None:
             if not error.name or hung > 3:
                 raise
             done.append(error.name)
-            path = f"{folder}/{error.name}"
-            index = Store(plan.request.store, layout(plan.request.layout)).layout.index_of(path)
+            path = inventory.inside(folder, error.name)
+            index = layout(plan.request.layout, plan.request.dataset).index_of(path)
             what = f"did not answer within {plan.stall_seconds:g} s"
             tally.add({"found": asdict(Found(path, index, inventory.UNJUDGED, what))})
 

@@ -31,7 +31,9 @@ options:
     type: path
     required: true
   layout:
-    description: How the store is laid out.
+    description:
+      - How the store is laid out, one of C(specforge), C(speculators) and C(modelopt).
+      - Samples of C(modelopt) are named by the ids of their records, so judging them needs the fixed records or a manifest.
     type: str
     default: specforge
   dataset:
@@ -117,7 +119,8 @@ from ansible_collections.relight.recovery.plugins.module_utils.dataset import HE
 from ansible_collections.relight.recovery.plugins.module_utils.durable import write_json
 from ansible_collections.relight.recovery.plugins.module_utils.gate import Gate, Problem, Verdict
 from ansible_collections.relight.recovery.plugins.module_utils.inventory import Request, Tally
-from ansible_collections.relight.recovery.plugins.module_utils.store import Locked, Store, UnknownLayout, layout
+from ansible_collections.relight.recovery.plugins.module_utils.layouts import UnknownLayout, layout
+from ansible_collections.relight.recovery.plugins.module_utils.store import Locked, Store
 
 
 def _dataset(params: dict[str, Any]) -> str | None:
@@ -159,7 +162,7 @@ def _busy(tally: Tally, path: str, what: str) -> glue.Outcome:
 
 
 def _quarantine(module: AnsibleModule) -> glue.Outcome:
-    place = Store(module.params["store"], layout(module.params["layout"]))
+    place = Store(module.params["store"], layout(module.params["layout"], _dataset(module.params)))
     tally = _look(module)
     actions = surveying.actions(tally)
     if not actions:

@@ -21,9 +21,9 @@ from ansible_collections.relight.recovery.plugins.module_utils.store import Lock
 
 from relight.extract import links
 from relight.extract.client import Extraction, exit_sentence, unfinished
-from relight.extract.config import BAD_INPUT, DONE, GAVE_UP, SOME_GIVEN_UP, STOPPED, BadInput, Config, GiveUp, load
+from relight.extract.config import BAD_INPUT, DONE, FOLDER, GAVE_UP, SOME_GIVEN_UP, STOPPED, BadInput, Config, GiveUp, load
 from relight.extract.missing import Standing, stand
-from relight.extract.prepare import FOLDER, fixed_records
+from relight.extract.prepare import fixed_records
 from relight.extract.progress import Display, Progress, publish
 
 T = TypeVar("T")

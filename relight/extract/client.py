@@ -19,8 +19,9 @@ import xxhash
 from ansible_collections.relight.recovery.plugins.module_utils import dumpfile
 from ansible_collections.relight.recovery.plugins.module_utils.ckpt import TensorBytes
 from ansible_collections.relight.recovery.plugins.module_utils.dataset import BadDataset, FixedRecords
+from ansible_collections.relight.recovery.plugins.module_utils.layouts import Sample
 from ansible_collections.relight.recovery.plugins.module_utils.records import id_bytes
-from ansible_collections.relight.recovery.plugins.module_utils.store import NewerStore, Sample, Store
+from ansible_collections.relight.recovery.plugins.module_utils.store import NewerStore, Store
 
 from relight.extract import links, states
 from relight.extract.admission import Admission, Item, interleave

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 # Exit codes of the client.
 DONE, BAD_INPUT, STOPPED, GAVE_UP, SOME_GIVEN_UP = 0, 2, 3, 4, 5
+FOLDER = "dataset"  # where the fixed records lie in the state directory
 
 
 class BadInput(Exception):

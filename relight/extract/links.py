@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ansible_collections.relight.recovery.plugins.module_utils.dumpfile import NORM, Server
-from ansible_collections.relight.recovery.plugins.module_utils.store import Runs, Store, UnknownLayout, layout
+from ansible_collections.relight.recovery.plugins.module_utils.layouts import UnknownLayout, layout
+from ansible_collections.relight.recovery.plugins.module_utils.store import Runs, Store
 
-from relight.extract.config import BadInput, Config, GiveUp
+from relight.extract.config import FOLDER, BadInput, Config, GiveUp
 
 PROVENANCE = ("sglang", "plugin", "torch", "tp", "model_path", "dtype")
 
@@ -22,7 +23,7 @@ PROVENANCE = ("sglang", "plugin", "torch", "tp", "model_path", "dtype")
 def open_store(config: Config) -> Store:
     """The store of a configuration, which need not exist yet. Raises BadInput."""
     try:
-        store = Store(config.store, layout(config.layout))
+        store = Store(config.store, layout(config.layout, os.path.join(config.state_dir, FOLDER)))
     except UnknownLayout as error:
         raise BadInput(str(error)) from error
     if not os.path.isdir(config.store) and not os.path.isdir(os.path.dirname(os.path.abspath(config.store))):

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import xxhash
 from ansible_collections.relight.recovery.plugins.module_utils import ckpt, inventory
-from ansible_collections.relight.recovery.plugins.module_utils.store import DIGEST, Entry, Layout, Manifest, Seen, Store
+from ansible_collections.relight.recovery.plugins.module_utils.store import DIGEST, Entry, Manifest, Store
 
 from relight.extract import links
 from relight.extract.config import BadInput, Config
+from relight.hostlook import look_at_content
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def stand(store: Store, fixed_folder: str, config: Config) -> Standing:
     """
     identity = links.identity(config, "")
     tally = inventory.take(
-        store.path, config.layout, fixed_folder, {name: value for name, value in identity.items() if value}, "headers", digested
+        store.path, config.layout, fixed_folder, {name: value for name, value in identity.items() if value}, "headers", look_at_content
     )
     bad = [found for found in tally.found if found.index is not None or found.verdict == inventory.UNJUDGED]
     stopping = [found for found in bad if found.verdict in (inventory.FOREIGN, inventory.UNJUDGED)]
@@ -53,11 +54,6 @@ def stand(store: Store, fixed_folder: str, config: Config) -> Standing:
             Manifest(os.path.dirname(os.path.join(store.path, found.path))).append(Entry(**found.enter))
     size = tally.bytes - sum(found.bytes for found in tally.found)
     return Standing(tally.intact, tally.tokens_intact, size, tuple(tally.to_do()), len(bad))
-
-
-def digested(path: str, seen: Seen, _layout: Layout) -> inventory.Content:
-    """The content look for a sample that a kill kept from the manifest: its checksums and its digest. Raises OSError, ckpt.Torn."""
-    return inventory.Content(file_digest(path, seen.bytes), tuple(ckpt.broken_entries(path, seen.header)))
 
 
 def file_digest(path: str, size: int) -> str:

@@ -16,10 +16,9 @@ from ansible_collections.relight.recovery.plugins.module_utils.dataset import Ba
 from ansible_collections.relight.recovery.plugins.module_utils.durable import fsync_directory
 from ansible_collections.relight.recovery.plugins.module_utils.records import Raw
 
-from relight.extract.config import BadInput, Config
+from relight.extract.config import FOLDER, BadInput, Config
 from relight.extract.tokenization import Untokenizable, load_tokenizer, template_text, tokenize
 
-FOLDER = "dataset"
 NAMED = 8  # changed records that a sentence names
 _TOKENIZER_FILES = re.compile(
     r"(tokenizer|tokenization|vocab|merges|special_tokens|added_tokens|chat_template).*|.*\.(tiktoken|model|jinja)"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ansible_collections.relight.recovery.plugins.module_utils import ckpt, store
+from ansible_collections.relight.recovery.plugins.module_utils import ckpt, layouts
 
 from demo import proof, show
 
@@ -36,7 +36,7 @@ def tensors(index: int, factor: float = 1.0, shift: int = 0) -> dict[str, ckpt.T
 
 
 def put(folder: Path, index: int, **changes: Any) -> Path:
-    path = folder / store.layout("specforge").path_of(index)
+    path = folder / layouts.layout("specforge").path_of(index)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as handle:
         ckpt.write(handle, tensors(index, **changes), {})

@@ -148,7 +148,7 @@ def test_a_store_that_does_not_exist_yet_passes(tmp_path):
 @pytest.mark.parametrize(
     ("options", "verdict", "code", "words"),
     [
-        ({"layout": "parquet"}, "fail", "store-layout-unknown", "store layout 'parquet' is not one of: specforge"),
+        ({"layout": "parquet"}, "fail", "store-layout-unknown", "store layout 'parquet' is not one of: modelopt, specforge, speculators"),
         ({"layout": "parquet", "state": "quarantined"}, "fail", "store-layout-unknown", "parquet"),
         ({"depth": "content"}, "unknown", "no-host-environment", "host_python is not set"),
         ({"depth": "content", "host_python": "/bin/false"}, "unknown", "no-host-environment", "/bin/false cannot look into samples"),

@@ -15,7 +15,8 @@ import pytest
 import xxhash
 from ansible_collections.relight.recovery.plugins.module_utils import durable, inventory
 from ansible_collections.relight.recovery.plugins.module_utils.inventory import Tally
-from ansible_collections.relight.recovery.plugins.module_utils.store import Manifest, Store, layout
+from ansible_collections.relight.recovery.plugins.module_utils.layouts import layout
+from ansible_collections.relight.recovery.plugins.module_utils.store import Manifest, Store
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

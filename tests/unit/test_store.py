@@ -14,14 +14,12 @@ import pytest
 import safetensors.numpy
 import xxhash
 from ansible_collections.relight.recovery.plugins.module_utils import safetensors as format_
+from ansible_collections.relight.recovery.plugins.module_utils.layouts import SpecForge, UnknownLayout, layout
 from ansible_collections.relight.recovery.plugins.module_utils.store import (
     Locked,
     Manifest,
     NewerStore,
-    SpecForge,
     Store,
-    UnknownLayout,
-    layout,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,7 +51,7 @@ def test_only_the_right_place_has_an_index(path, index):
 
 
 def test_an_unknown_layout_is_one_sentence():
-    with pytest.raises(UnknownLayout, match=r"^store layout 'parquet' is not one of: specforge$"):
+    with pytest.raises(UnknownLayout, match=r"^store layout 'parquet' is not one of: modelopt, specforge, speculators$"):
         layout("parquet")
 
 
@@ -108,7 +106,8 @@ def test_runs_and_links(tmp_path):
 
 HOLDER = """
 import sys
-from ansible_collections.relight.recovery.plugins.module_utils.store import Store, layout
+from ansible_collections.relight.recovery.plugins.module_utils.layouts import layout
+from ansible_collections.relight.recovery.plugins.module_utils.store import Store
 with Store(sys.argv[1], layout("specforge")).exclusive("relight-extract"):
     print("held", flush=True)
     sys.stdin.read()
