@@ -68,7 +68,7 @@ class _Process(ctypes.Structure):
     ]
 
 
-class _Nvml:
+class Library:
     """The loaded library; `call` raises NvmlError for any answer but success."""
 
     def __init__(self, path: str | None) -> None:
@@ -87,15 +87,18 @@ class _Nvml:
     def call(self, name: str, *args: Any) -> None:
         self.check(name, self.raw(name, *args))
 
+    def says(self, code: int) -> str:
+        said: bytes = self.library.nvmlErrorString(code) or b"unknown error"
+        return f"{said.decode(errors='replace')} ({code})"
+
     def check(self, name: str, code: int) -> None:
         if code:
-            said = self.library.nvmlErrorString(code) or b"unknown error"
-            raise NvmlError(f"{name}: {said.decode(errors='replace')} ({code})")
+            raise NvmlError(f"{name}: {self.says(code)}")
 
 
 def read(path: str | None = None) -> tuple[Gpu, ...]:
     """All GPUs with what holds them. A GPU that cannot be read is returned with its error. Raises NvmlError."""
-    nvml = _Nvml(path)
+    nvml = Library(path)
     nvml.call("nvmlInit_v2")
     try:
         count = ctypes.c_uint()
@@ -105,20 +108,20 @@ def read(path: str | None = None) -> tuple[Gpu, ...]:
         nvml.raw("nvmlShutdown")
 
 
-def _gpu(nvml: _Nvml, index: int) -> Gpu:
+def _gpu(nvml: Library, index: int) -> Gpu:
     handle = ctypes.c_void_p()
     try:
         nvml.call("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(handle))
         name = ctypes.create_string_buffer(96)
         nvml.call("nvmlDeviceGetUUID", handle, name, ctypes.c_uint(len(name)))
         total, used, reserved = _memory(nvml, handle)
-        held = tuple(found for kind in LISTS for found in _held(nvml, handle, kind))
+        held = tuple(found for kind in LISTS for found in holders(nvml, handle, kind))
     except NvmlError as error:
         return Gpu(index, error=str(error))
     return Gpu(index, name.value.decode(errors="replace"), total // MIB, used // MIB, reserved, held)
 
 
-def _memory(nvml: _Nvml, handle: ctypes.c_void_p) -> tuple[int, int, int | None]:
+def _memory(nvml: Library, handle: ctypes.c_void_p) -> tuple[int, int, int | None]:
     """Total and used bytes, and reserved MiB; the first version of the call counts the driver's reserve as used."""
     if nvml.has("nvmlDeviceGetMemoryInfo_v2"):
         now = _MemoryV2(version=ctypes.sizeof(_MemoryV2) | 2 << 24)
@@ -129,7 +132,7 @@ def _memory(nvml: _Nvml, handle: ctypes.c_void_p) -> tuple[int, int, int | None]
     return old.total, old.used, None
 
 
-def _held(nvml: _Nvml, handle: ctypes.c_void_p, kind: str) -> list[Held]:
+def holders(nvml: Library, handle: ctypes.c_void_p, kind: str) -> list[Held]:
     """One of the three lists of holders. Where the GPU has no such list it is empty; where it cannot be read, NvmlError."""
     name = next((name for name in LISTS[kind] if nvml.has(name)), None)
     if name is None:

@@ -9,6 +9,10 @@
  *   ghost <compute|graphics|mps> <pid> <MiB>  the same, whether such a process is seen here or not
  *   leak <MiB>                                of the last GPU, held by nobody
  *   lost                                      the last GPU does not answer
+ *   pci <address> | minor <n> | persistence <0|1> | ecc <0|1> | pcie <generation> <width>   of the last GPU
+ *   nvlink <address>                          one more NVLink of the last GPU, to that address
+ *   near <GPU> <GPU> <level>                  their nearest common ancestor, by NVML's number (default 50, SYS)
+ *   driver <version> | cuda <number>          of the whole library
  *   fail-init <code> | hang <seconds>         of the whole library
  */
 #include <errno.h>
@@ -20,18 +24,27 @@
 
 #define MAX_GPUS 16
 #define MAX_HOLDS 256
+#define MAX_LINKS 18
 #define MIB (1ULL << 20)
 
-enum { OK = 0, INVALID = 2, INSUFFICIENT_SIZE = 7, UNKNOWN = 999, LOST = 15 };
+enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, INSUFFICIENT_SIZE = 7, UNKNOWN = 999, LOST = 15 };
 
 struct hold { char kind[16]; unsigned pid; long long mib; };
-struct gpu { unsigned long long total, reserved, leak; int lost, count; struct hold holds[MAX_HOLDS]; };
+struct gpu {
+    unsigned long long total, reserved, leak;
+    int lost, count;
+    struct hold holds[MAX_HOLDS];
+    char pci[32], links[MAX_LINKS][32];
+    int link_count, minor, persistence, ecc, generation, width;
+};
+struct pci { char legacy[16]; unsigned domain, bus, device, id, subsystem; char address[32]; };
 struct process { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; };
 struct memory_v2 { unsigned version; unsigned long long total, reserved, free, used; };
 struct memory_v1 { unsigned long long total, free, used; };
 
 static struct gpu gpus[MAX_GPUS];
-static int gpu_count, fail_init;
+static int gpu_count, fail_init, cuda, near[MAX_GPUS][MAX_GPUS];
+static char driver[64];
 
 static int alive(unsigned pid) {
     char path[64], state = 'X';
@@ -50,15 +63,20 @@ static int load(void) {
     char line[256], kind[16];
     gpu_count = fail_init = 0;
     memset(gpus, 0, sizeof gpus);
+    memset(near, 0, sizeof near);
+    strcpy(driver, "570.124.06"), cuda = 12080;
     if (!file) return UNKNOWN;
     while (fgets(line, sizeof line, file)) {
         struct gpu *last = gpu_count ? &gpus[gpu_count - 1] : NULL;
         unsigned long long total, reserved;
-        unsigned pid, seconds;
+        unsigned pid, seconds, one, other;
+        int level;
         long long mib;
         if (sscanf(line, "gpu %llu %llu", &total, &reserved) == 2 && gpu_count < MAX_GPUS) {
-            gpus[gpu_count].total = total;
-            gpus[gpu_count++].reserved = reserved;
+            struct gpu *now = &gpus[gpu_count];
+            now->total = total, now->reserved = reserved;
+            now->minor = gpu_count, now->persistence = now->ecc = 1, now->generation = 5, now->width = 16;
+            snprintf(now->pci, sizeof now->pci, "00000000:%02X:00.0", 16 + gpu_count++);
         } else if (last && sscanf(line, "hold %15s %u %lld", kind, &pid, &mib) == 3) {
             if (!alive(pid)) continue;
             struct hold *hold = &last->holds[last->count++];
@@ -70,6 +88,16 @@ static int load(void) {
             last->leak = total;
         } else if (last && strncmp(line, "lost", 4) == 0) {
             last->lost = 1;
+        } else if (last && (sscanf(line, "pcie %d %d", &last->generation, &last->width) == 2 || sscanf(line, "minor %d", &last->minor) == 1 ||
+                            sscanf(line, "persistence %d", &last->persistence) == 1 || sscanf(line, "ecc %d", &last->ecc) == 1 ||
+                            sscanf(line, "pci %31s", last->pci) == 1)) {
+            continue;
+        } else if (last && last->link_count < MAX_LINKS && sscanf(line, "nvlink %31s", last->links[last->link_count]) == 1) {
+            last->link_count++;
+        } else if (sscanf(line, "near %u %u %d", &one, &other, &level) == 3 && one < MAX_GPUS && other < MAX_GPUS) {
+            near[one][other] = near[other][one] = level + 1;
+        } else if (sscanf(line, "driver %63s", driver) == 1 || sscanf(line, "cuda %d", &cuda) == 1) {
+            continue;
         } else if (sscanf(line, "hang %u", &seconds) == 1) {
             sleep(seconds);
         } else {
@@ -95,6 +123,7 @@ int nvmlDeviceGetCount_v2(unsigned *count) { *count = (unsigned)gpu_count; retur
 const char *nvmlErrorString(int code) {
     switch (code) {
     case 9: return "Driver Not Loaded";
+    case 18: return "Driver/library version mismatch";
     case 4: return "Insufficient Permissions";
     case LOST: return "GPU is lost";
     default: return "Unknown Error";
@@ -132,6 +161,38 @@ int nvmlDeviceGetMemoryInfo_v2(void *handle, struct memory_v2 *memory) {
     return OK;
 }
 #endif
+
+int nvmlSystemGetDriverVersion(char *version, unsigned length) { snprintf(version, length, "%s", driver); return OK; }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = cuda; return OK; }
+int nvmlDeviceGetName(void *handle, char *name, unsigned length) { (void)handle; snprintf(name, length, "Double H200"); return OK; }
+int nvmlDeviceGetMinorNumber(void *handle, unsigned *minor) { *minor = (unsigned)of(handle)->minor; return OK; }
+int nvmlDeviceGetPersistenceMode(void *handle, int *mode) { *mode = of(handle)->persistence; return OK; }
+int nvmlDeviceGetEccMode(void *handle, int *now, int *pending) { *now = *pending = of(handle)->ecc; return OK; }
+int nvmlDeviceGetMaxPcieLinkGeneration(void *handle, int *generation) { *generation = of(handle)->generation; return OK; }
+int nvmlDeviceGetCurrPcieLinkWidth(void *handle, int *width) { *width = of(handle)->width; return OK; }
+
+int nvmlDeviceGetPciInfo_v3(void *handle, struct pci *pci) {
+    memset(pci, 0, sizeof *pci);
+    strcpy(pci->address, of(handle)->pci);
+    return OK;
+}
+
+int nvmlDeviceGetNvLinkState(void *handle, unsigned link, int *active) {
+    *active = (int)link < of(handle)->link_count;
+    return of(handle)->link_count ? OK : NOT_SUPPORTED;
+}
+
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *handle, unsigned link, struct pci *pci) {
+    memset(pci, 0, sizeof *pci);
+    strcpy(pci->address, of(handle)->links[link]);
+    return OK;
+}
+
+int nvmlDeviceGetTopologyCommonAncestor(void *one, void *other, int *level) {
+    int known = near[(size_t)one - 1][(size_t)other - 1];
+    *level = known ? known - 1 : 50;
+    return OK;
+}
 
 static int list(void *handle, const char *kind, unsigned *count, struct process *out) {
     struct gpu *gpu = of(handle);
