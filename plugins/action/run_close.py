@@ -31,6 +31,8 @@ class ActionModule(ActionBase):
         value = folder.write_html()
         part = value["hosts"][host]
         display.display(f"\n{host}: {part['verdict'].upper()}: {part['reason']}")
+        if value["paste"]:
+            display.display(f"To consent, paste:\n{value['paste']}")
         display.display(f"The report: {os.path.join(folder.folder, 'report.html')}")
         result.update(changed=False, verdict=part["verdict"], report=folder.report_file)
         return result

@@ -118,9 +118,13 @@ def test_two_recoveries_at_once_of_a_dead_server_act_once(recovered: dict[str, A
         for name in ("one", "two")
     ]
     outputs = [process.communicate(timeout=600)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], "\n".join(outputs)
-    told = [json.loads((demo.BUILD / name / "report.json").read_text())["hosts"]["embedded"] for name in ("one", "two")]
-    assert sorted(part["samples"]["quarantined"] for part in told) == [0, 1]
+    told = [json.loads((demo.BUILD / name / "report.json").read_text()) for name in ("one", "two")]
+    assert "clear" in [part["verdict"] for part in told], "\n".join(outputs)
+    for process, part in zip(both, told):
+        # The later one may come while the other compares samples, which only one may do: then it refuses, and says so.
+        refused = part["verdict"] == "not-clear" and "is being written by relight" in part["hosts"]["embedded"]["reason"]
+        assert (process.returncode == 0 and part["verdict"] == "clear") or (process.returncode == 2 and refused), "\n".join(outputs)
+    assert sum(part["hosts"]["embedded"]["samples"].get("quarantined", 0) for part in told) == 1
     log = demo.SERVER_LOG.read_bytes()[mark:].decode(errors="replace")
     assert log.count("Load weight begin") == 1, "the server was started more than once"
     assert proof.compare(samples(), reference(), RECORDS).faults == []
@@ -169,10 +173,8 @@ def test_status_and_assess_change_nothing(recovered: dict[str, Any]) -> None:
     assert unit_pids() == pids
 
 
-def test_the_line_to_paste_is_shell_safe(recovered: dict[str, Any]) -> None:
-    log = next(demo.LOGS.glob("*-recover-stops.log")).read_text()
-    pasted = re.findall(r"(ansible-playbook [^\n]*recover\.yml -e '[^']*')", " ".join(log.split()))
-    assert pasted
-    words = shlex.split(pasted[0])
-    granted = json.loads(words[words.index("-e") + 1])["relight_consent"]
-    assert f"disable:unit:{demo.FORGOTTEN}" in granted
+def test_the_line_to_paste_stands_alone_as_a_shell_takes_it(recovered: dict[str, Any]) -> None:
+    lines = next(demo.LOGS.glob("*-recover-stops.log")).read_text().splitlines()
+    words = shlex.split(lines[lines.index("To consent, paste:") + 1])
+    assert words[:4] == ["ansible-playbook", "-i", "inventory/demo", "recover.yml"]
+    assert json.loads(words[words.index("-e") + 1])["relight_consent"][0] == f"disable:unit:{demo.FORGOTTEN}"
