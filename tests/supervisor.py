@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,14 +78,14 @@ class Host:
 
 
 @contextmanager
-def host() -> Iterator[Host]:
-    """Start supervisord, and end it with all that it started."""
+def host(enter: Sequence[str] = ()) -> Iterator[Host]:
+    """Start supervisord, and end it with all that it started. `enter` are words before its command, as nsenter's."""
     root = Path(tempfile.mkdtemp(prefix="relight-test-", dir="/tmp"))
     found = Host(root)
     found.conf_dir.mkdir()
     found.state_dir.mkdir()
     found.main.write_text(MAIN.format(root=root))
-    daemon = subprocess.Popen([str(SUPERVISORD), "-c", str(found.main)], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+    daemon = subprocess.Popen([*enter, str(SUPERVISORD), "-c", str(found.main)], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     try:
         wait_for(found.socket.exists)
         yield found

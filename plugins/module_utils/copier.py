@@ -194,9 +194,13 @@ class Metadata:
 
 
 def listed(target: int | str) -> list[str]:
-    """The names of the extended attributes; none where there can be none. Raises OSError."""
+    """The names of the extended attributes; none where there can be none. Raises OSError.
+
+    XFS shows an ACL under a second name of its own, which is left out.
+    """
     try:
-        return os.listxattr(target) if isinstance(target, int) else os.listxattr(target, follow_symlinks=False)
+        names = os.listxattr(target) if isinstance(target, int) else os.listxattr(target, follow_symlinks=False)
+        return [name for name in names if not name.startswith("trusted.SGI_ACL_")]
     except OSError as error:
         if error.errno in NO_XATTRS:
             return []
@@ -208,6 +212,10 @@ def metadata(target: int | str, status: os.stat_result) -> Metadata:
     if isinstance(target, int):
         return Metadata(status, tuple((name, os.getxattr(target, name)) for name in listed(target)))
     return Metadata(status, tuple((name, os.getxattr(target, name, follow_symlinks=False)) for name in listed(target)))
+
+
+def is_regular(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode)
 
 
 def same_metadata(a: os.stat_result, b: os.stat_result) -> bool:

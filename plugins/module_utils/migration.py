@@ -52,9 +52,9 @@ class Record:
     guarded: str = ""
     times: dict[str, float] = field(default_factory=dict)
 
-    def at(self, phase: str, now: float, **more: Any) -> Record:
-        """The record in a later phase."""
-        return replace(self, phase=phase, times={**self.times, phase: round(now, 3)}, **more)
+    def at(self, phase: str, now: float) -> Record:
+        """The record in another phase."""
+        return replace(self, phase=phase, times={**self.times, phase: round(now, 3)})
 
     def reached(self, phase: str) -> bool:
         return PHASES.index(self.phase) >= PHASES.index(phase)

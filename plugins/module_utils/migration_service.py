@@ -577,7 +577,7 @@ class Service:
         """What the source held beside files with content: folders, links, devices. With the manifest it is the whole tree."""
         with durable.replacing(self._path("tree.jsonl"), 0o600) as handle:
             for item in (*self.dirs, *self.others):
-                line = {"path": item.path, "mode": item.status.st_mode, "links": item.links}
+                line = {"path": item.path, "mode": item.status.st_mode, "mtime_ns": item.status.st_mtime_ns, "links": item.links}
                 if stat.S_ISLNK(item.status.st_mode):
                     line["to"] = os.readlink(os.path.join(self.job.target, item.path))
                 handle.write(json.dumps(line).encode() + b"\n")
