@@ -274,7 +274,8 @@ class Extraction:
 
     def _expected(self, rid: str, item: Item) -> dumpfile.Expected:
         digest = self.records.items[item.index].token_digest
-        return dumpfile.Expected(rid, digest, item.tokens, tuple(self.config.layers), self.config.hidden_size, self.instance)
+        layers, norm = tuple(self.config.layers), links.norm_wanted(self.config)
+        return dumpfile.Expected(rid, digest, item.tokens, layers, self.config.hidden_size, self.instance, norm)
 
     async def _store_when_room(self, item: Item, path: str, want: dumpfile.Expected, mask: bytes, run: str) -> None:
         """Write the sample; without room keep the dump and try again. Raises GiveUp, BadDump, Refused."""

@@ -31,7 +31,7 @@ from relight.extract.config import BadInput, Config, GiveUp, load
 from relight.extract.fetch import Away, DumpWatch, Fetcher, Names, Refused, session
 from relight.extract.missing import file_digest
 from relight.extract.prepare import fixed_records
-from relight.extract.states import to_float32, value_fault
+from relight.extract.states import file_of, states_of, to_float32, value_fault
 
 TRIES = 3
 CANDIDATES = 4  # times the samples wanted: some may turn out not to be intact
@@ -119,17 +119,12 @@ def blocks_of(final: Array, aux: Array, layers: Sequence[int]) -> dict[str, Arra
 
 
 @contextmanager
-def stored_states(store: Store, entry: Entry) -> Iterator[tuple[ckpt.Header, Array, Array]]:
-    """A stored sample's final and auxiliary states as float32, rows are tokens. Raises OSError, ckpt.Torn, ckpt.Strange."""
+def stored_states(store: Store, entry: Entry) -> Iterator[tuple[str, Array, Array]]:
+    """A stored sample's dtype, final and auxiliary states as float32, rows are tokens. Raises OSError, ckpt.Torn, ckpt.Strange."""
     path = store.path_of(entry.index)
-    header = ckpt.read_header(path)
-    with open(path, "rb") as handle:
-        arrays = []
-        for name in ("hidden_state", "aux_hidden_state"):
-            tensor = header.tensors[name]
-            handle.seek(tensor.offset)
-            arrays.append(to_float32(handle.read(tensor.nbytes), tensor.dtype).reshape(-1, tensor.shape[-1]))
-    yield header, arrays[0], arrays[1]
+    seen = store.layout.look(path)
+    with file_of(path) as file:
+        yield seen.dtype, *states_of(file, seen)
 
 
 class Probe:
@@ -168,7 +163,13 @@ class Probe:
         for attempt in range(1, TRIES + 1):
             rid = self.names.rid(self.server.instance, entry.index)
             want = dumpfile.Expected(
-                rid, entry.token_digest, entry.tokens, tuple(self.config.layers), self.config.hidden_size, self.server.instance
+                rid,
+                entry.token_digest,
+                entry.tokens,
+                tuple(self.config.layers),
+                self.config.hidden_size,
+                self.server.instance,
+                links.norm_wanted(self.config),
             )
             try:
                 self.probe_tokens += entry.tokens
@@ -188,8 +189,7 @@ class Probe:
 
     def _compare(self, entry: Entry, path: str, want: dumpfile.Expected) -> Sample:
         """Raises BadDump."""
-        with dumpfile.judged(path, want, value_fault) as dump, stored_states(self.store, entry) as (header, final, aux):
-            stored_dtype = header.tensors["hidden_state"].dtype
+        with dumpfile.judged(path, want, value_fault) as dump, stored_states(self.store, entry) as (stored_dtype, final, aux):
             if stored_dtype != dump.dtype:
                 raise dumpfile.BadDump(f"its states are {dump.dtype}, the stored ones {stored_dtype}")
             self.dtype = dump.dtype

@@ -23,6 +23,7 @@ PROVENANCE = ("sglang", "plugin", "torch", "tp", "model_path", "dtype")
 def open_store(config: Config) -> Store:
     """The store of a configuration, which need not exist yet. Raises BadInput."""
     try:
+        norm_wanted(config)
         store = Store(config.store, layout(config.layout, os.path.join(config.state_dir, FOLDER)))
     except UnknownLayout as error:
         raise BadInput(str(error)) from error
@@ -33,7 +34,21 @@ def open_store(config: Config) -> Store:
 
 def identity(config: Config, dtype: str) -> dict[str, Any]:
     """What must be equal for a sample to count."""
-    return {**config.identity, "layers": list(config.layers), "norm": NORM, "dtype": config.identity.get("dtype") or dtype}
+    return {**config.identity, "layers": list(config.layers), "norm": norm_wanted(config), "dtype": config.identity.get("dtype") or dtype}
+
+
+def norm_wanted(config: Config) -> str:
+    """Which final state the store holds: the identity's word, else what its layout usually holds. Raises BadInput."""
+    norms = layout(config.layout).norms
+    norm = str(config.identity.get("norm") or norms[0])
+    if norm not in norms:
+        raise BadInput(f"the layout {config.layout} holds the final state {' or '.join(norms)}-norm, and the identity says {norm!r}")
+    return norm
+
+
+def norm_of(server: Server) -> str:
+    """Which final state the server's plugin dumps. One that can dump another says so in server.json and in each dump."""
+    return str(server.fields.get("norm", NORM))
 
 
 def dtype_of(server: Server) -> str:
@@ -66,6 +81,9 @@ def judge_server(config: Config, server: Server) -> None:
         raise GiveUp(f"{told}: launch it with RELIGHT_DUMP_LAYERS set so")
     if server.hidden_size != config.hidden_size:
         raise GiveUp(f"{where} has hidden size {server.hidden_size}, the configuration says {config.hidden_size}: it serves another model")
+    if norm_of(server) != norm_wanted(config):
+        told = f"{where} dumps the final state {norm_of(server)}-norm, the layout {config.layout} holds it {norm_wanted(config)}-norm"
+        raise GiveUp(f"{told}: extract to the layout specforge, then `relight export` makes the other of it")
     told, wanted = dtype_of(server), config.identity.get("dtype")
     if told and wanted and told != wanted:
         raise GiveUp(f"{where} computes in {told}, the configuration wants {wanted}: launch it with --dtype {wanted}")
