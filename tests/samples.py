@@ -62,12 +62,12 @@ def put(store: Store, item: Sample) -> Entry:
     return store.add(item, xxhash.xxh3_128(), 1000.0 + item.index)
 
 
-def fix(folder: Path, lengths: list[int]) -> Path:
-    """The fixed records of records of these lengths."""
+def fix(folder: Path, lengths: list[int], names: list[str | None] | None = None) -> Path:
+    """The fixed records of records of these lengths, with these ids where they are given."""
     with FixedWriter(str(folder), {"tokenizer_digest": "t"}) as writer:
         for index, tokens in enumerate(lengths):
             ids, mask = ids_of(index, tokens), mask_of(tokens)
-            writer.append(Raw(index, None, record_digest(ids, mask)), ids, mask)
+            writer.append(Raw(index, names[index] if names else None, record_digest(ids, mask)), ids, mask)
     return folder
 
 
@@ -80,11 +80,13 @@ class Filled:
         return Path(self.store.path_of(index))
 
 
-def fill(folder: Path, lengths: list[int], but: tuple[int, ...] = ()) -> Filled:
+def fill(folder: Path, lengths: list[int], but: tuple[int, ...] = (), kind: str = "specforge", norm: str = "post") -> Filled:
     """A store with a sample for each length, but for the indices in `but`, beside its fixed records."""
-    store = Store(str(folder / "store"), layout("specforge"))
-    store.add_run(RUN, IDENTITY, {"sglang": "0.5.23"}, 1.0, "instance-1")
+    names: list[str | None] = [f"conv {index}" for index in range(len(lengths))]
+    dataset = fix(folder / "dataset", lengths, names if kind == "modelopt" else None)
+    store = Store(str(folder / "store"), layout(kind, str(dataset)))
+    store.add_run(RUN, {**IDENTITY, "norm": norm}, {"sglang": "0.5.23"}, 1.0, "instance-1")
     for index, tokens in enumerate(lengths):
         if index not in but:
-            put(store, sample(index, tokens))
-    return Filled(store, fix(folder / "dataset", lengths))
+            put(store, sample(index, tokens, extra={"layers": "[1, 14, 26]", "norm": norm, "dtype": "float32"}))
+    return Filled(store, dataset)
