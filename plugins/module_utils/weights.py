@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from ansible_collections.relight.recovery.plugins.module_utils import safetensors
+from ansible_collections.relight.recovery.plugins.module_utils import digests, safetensors
 from ansible_collections.relight.recovery.plugins.module_utils.gate import Gate, Problem, Verdict
 
 INDEX = "model.safetensors.index.json"
@@ -61,6 +61,8 @@ class Seen:
     layers: frozenset[int] = frozenset()
     fingerprint: str | None = None
     digests: dict[str, str | None] = field(default_factory=dict)  # file: its sha256, None where there is no such file
+    undigested: tuple[str, ...] = ()  # files that the time did not suffice to read
+    digested_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,21 @@ class Expected:
     shards: int | None = None
     fingerprint: str | None = None
     digests: dict[str, str] = field(default_factory=dict)
+    complete: bool = False  # the digests name every weight file
 
 
-def look(path: str, digest_files: tuple[str, ...] = ()) -> Seen:
+@dataclass(frozen=True)
+class Reading:
+    """How files with known digests are read: `cache_dir` remembers digests, `write` says whether it may."""
+
+    files: tuple[str, ...] = ()
+    cache_dir: str | None = None
+    write: bool = True
+    reread: bool = False
+    seconds: float = 600.0
+
+
+def look(path: str, reading: Reading = Reading()) -> Seen:
     """Read a model directory. Raises OSError where the directory itself cannot be listed."""
     seen = Seen(path)
     if not os.path.isdir(path):
@@ -82,8 +96,10 @@ def look(path: str, digest_files: tuple[str, ...] = ()) -> Seen:
     weight_map = _read_index(seen)
     present = sorted(os.path.basename(name) for name in glob.glob(os.path.join(glob.escape(path), "*.safetensors")))
     _read_shards(seen, present, weight_map)
-    for name in digest_files:
-        seen.digests[name] = _sha256(os.path.join(path, name))
+    if reading.files:
+        cache = digests.Cache(reading.cache_dir, reading.write)
+        answer = digests.of(path, reading.files, cache, reading.seconds, reading.reread)
+        seen.digests, seen.undigested, seen.digested_bytes = answer.found, answer.unread, answer.read_bytes
     return seen
 
 
@@ -190,18 +206,6 @@ def _compare_with_index(seen: Seen, weight_map: dict[str, str], owner: dict[str,
         seen.misplaced[tensor] = (weight_map[tensor], seen.unlisted.pop(tensor))
 
 
-def _sha256(path: str) -> str | None:
-    """The digest of a file in bounded memory, or None where there is none. Raises OSError."""
-    digest = hashlib.sha256()
-    try:
-        with open(path, "rb") as handle:
-            for block in iter(lambda: handle.read(1 << 20), b""):
-                digest.update(block)
-    except FileNotFoundError:
-        return None
-    return digest.hexdigest()
-
-
 def judge(seen: Seen, expected: Expected) -> Gate:
     """Compare what was found with the index, the configuration and what the baseline says."""
     gate = Gate("weights_check")
@@ -231,6 +235,7 @@ def _evidence(seen: Seen, expected: Expected) -> dict[str, Any]:
         "dtype_bytes": dict(sorted(seen.dtypes.items())),
         "layers": len(seen.layers) or None,
         "fingerprint": seen.fingerprint,
+        "digested_bytes": seen.digested_bytes,
         "compared_with": [name for name, given in (("fingerprint", expected.fingerprint), ("digests", expected.digests)) if given],
     }
 
@@ -344,11 +349,34 @@ def _expectation_problems(seen: Seen, expected: Expected) -> list[Problem]:
     if expected.fingerprint and seen.fingerprint and seen.fingerprint != expected.fingerprint:
         what = f"the fingerprint is {seen.fingerprint}, the baseline says {expected.fingerprint}"
         found.append(_problem("weights-other", seen.path, what, "restore the weights that the samples were made with"))
+    found += _digest_problems(seen, expected)
+    return found
+
+
+def _digest_problems(seen: Seen, expected: Expected) -> list[Problem]:
+    """Files that are not what the baseline, or the user's list, says byte for byte."""
+    found = []
+    wanted = {name: digest.lower() for name, digest in expected.digests.items()}
     for name, digest in sorted(seen.digests.items()):
         where = os.path.join(seen.path, name)
-        if digest is None:
+        if digest is None and name not in seen.missing_shards:
             found.append(_problem("weights-shard-missing", where, "a file with a known digest is missing", "copy it again"))
-        elif digest != expected.digests[name].lower():
-            what = f"its sha256 is {digest}, not {expected.digests[name].lower()}"
-            found.append(_problem("weights-digest", where, what, "copy this file from the model's source again"))
+        elif digest is not None and digest != wanted[name]:
+            twin = next((other for other, known in sorted(wanted.items()) if known == digest), None)
+            if twin:
+                what = f"it holds what {twin} should hold: files were swapped or renamed"
+                found.append(_problem("weights-swapped", where, what, "give both their names back, or copy them again"))
+            else:
+                what = f"its sha256 is {digest}, not {wanted[name]}"
+                found.append(_problem("weights-digest", where, what, "copy this file from the model's source again"))
+    if seen.undigested:
+        what = f"{len(seen.undigested)} files are not read yet, of {len(wanted)} with known digests"
+        remedy = "run again, it goes on where it stopped; or raise timeout_seconds"
+        found.append(_problem("weights-undigested", seen.path, what, remedy, Verdict.UNKNOWN))
+    if expected.complete:
+        for shard in seen.shards:
+            if shard.name not in wanted:
+                where = os.path.join(seen.path, shard.name)
+                what = "the baseline does not know this weight file"
+                found.append(_problem("weights-shard-extra", where, what, "move it out of the model directory"))
     return found

@@ -32,9 +32,19 @@ options:
       - The fingerprint that this gate gave on a healthy host, C(headers:) and a digest over names, lengths and headers.
     type: str
   digests:
-    description: The sha256 of files in O(path), by name. Each of them is read whole.
+    description:
+      - The sha256 of files in O(path), by name. Each of them is read whole, once - the digest of a file that did not change
+        since is known from O(state_dir).
     type: dict
     default: {}
+  complete:
+    description: Whether O(digests) names every weight file, so that another one is a fault.
+    type: bool
+    default: false
+  reread:
+    description: Whether to read files although their digests are known.
+    type: bool
+    default: false
   timeout_seconds:
     description: How long the look may take, digests included, before the directory counts as hanging.
     type: float
@@ -53,13 +63,17 @@ EXAMPLES = r"""
   relight.recovery.weights_check:
     path: /data/models/Kimi-K2.5
     fingerprint: headers:0f343b0931126a20f133d67c2b018a3b
+    digests: "{{ relight_baseline.weights.digests }}"
+    complete: true
+    state_dir: /var/lib/relight
 """
 
 RETURN = r"""
 gate:
   description:
     - The verdict with its evidence and problems.
-    - Evidence is C(shards), C(tensors), C(bytes), C(dtype_bytes), C(layers), C(fingerprint) and what it was C(compared_with).
+    - Evidence is C(shards), C(tensors), C(bytes), C(dtype_bytes), C(layers), C(fingerprint), what it was C(compared_with)
+      and how many bytes were read for that (C(digested_bytes)).
   returned: always
   type: dict
 actions:
@@ -72,15 +86,23 @@ actions:
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.relight.recovery.plugins.module_utils import bounded, glue
 from ansible_collections.relight.recovery.plugins.module_utils.gate import Gate, Problem, Verdict
-from ansible_collections.relight.recovery.plugins.module_utils.weights import Expected, judge, look
+from ansible_collections.relight.recovery.plugins.module_utils.weights import Expected, Reading, judge, look
 
 
 def check(module: AnsibleModule) -> glue.Outcome:
     params = module.params
     path = params["path"]
-    expected = Expected(params["shards"], params["fingerprint"], params["digests"])
+    expected = Expected(params["shards"], params["fingerprint"], params["digests"], params["complete"])
+    seconds = params["timeout_seconds"]
+    reading = Reading(
+        files=tuple(sorted(expected.digests)),
+        cache_dir=params["state_dir"],
+        write=not module.check_mode,
+        reread=params["reread"],
+        seconds=max(seconds / 2, seconds - 15),  # what is read by then is remembered; only a disk that hangs takes longer
+    )
     try:
-        seen = bounded.call(look, (path, tuple(sorted(expected.digests))), params["timeout_seconds"])
+        seen = bounded.call(look, (path, reading), seconds)
     except bounded.TimedOut as error:
         hung = Problem("mount-hung", path, str(error), "free the mount that holds it, or raise timeout_seconds", Verdict.UNKNOWN)
         return glue.Outcome(Gate("weights_check", problems=[hung]))
@@ -98,6 +120,8 @@ def main() -> None:
             "shards": {"type": "int"},
             "fingerprint": {"type": "str"},
             "digests": {"type": "dict", "default": {}},
+            "complete": {"type": "bool", "default": False},
+            "reread": {"type": "bool", "default": False},
             "timeout_seconds": {"type": "float", "default": 600.0},
         },
         supports_check_mode=True,

@@ -262,3 +262,78 @@ def test_a_thousand_shards_are_quick(tmp_path):
     gate = weights.judge(weights.look(str(tmp_path)), weights.Expected(shards=1000))
     assert time.monotonic() - start < 10
     assert (gate.verdict.word, gate.evidence["tensors"]) == ("pass", 50_000)
+
+
+def digests_of(model):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in model.iterdir()}
+
+
+def test_each_file_that_is_not_the_baselines_is_named(model, tmp_path):
+    known = digests_of(model)
+    assert codes(check(model, digests=known, complete=True)) == []
+    first, second = (model / name for name in NAMES[:2])
+    one, two = first.read_bytes(), second.read_bytes()
+    first.write_bytes(two), second.write_bytes(one)
+    gate = check(model, digests=known, complete=True)
+    swapped = [(p["where"], p["what"]) for p in gate["problems"] if p["code"] == "weights-swapped"]
+    assert [where for where, _what in swapped] == [str(first), str(second)]
+    assert f"it holds what {NAMES[1]} should hold" in swapped[0][1]
+    first.write_bytes(one), second.write_bytes(two)
+    last = model / NAMES[2]
+    last.write_bytes(last.read_bytes()[:-4] + b"\0\0\0\1")
+    (model / "config.json").write_text((model / "config.json").read_text() + " ")
+    gate = check(model, digests=known, complete=True)
+    assert [(p["code"], p["where"]) for p in gate["problems"]] == [
+        ("weights-digest", str(model / "config.json")),
+        ("weights-digest", str(last)),
+    ]
+
+
+def test_a_weight_file_that_the_baseline_does_not_know_is_extra(tmp_path):
+    (tmp_path / "m").mkdir()
+    save_file(tensors(), tmp_path / "m" / "model.safetensors")
+    (tmp_path / "m" / "config.json").write_text(json.dumps({"hidden_size": HIDDEN, "num_hidden_layers": LAYERS}))
+    known = digests_of(tmp_path / "m")
+    save_file({"other": numpy.zeros((2, HIDDEN), numpy.float32)}, tmp_path / "m" / "adapter.safetensors")
+    assert "weights-shard-extra" in codes(check(tmp_path / "m", digests=known, complete=True))
+    assert "weights-shard-extra" not in codes(check(tmp_path / "m", digests=known))
+
+
+def test_an_unchanged_file_is_read_once_and_a_changed_one_again(model, tmp_path):
+    known, state = digests_of(model), str(tmp_path / "state")
+    whole = sum(path.stat().st_size for path in model.iterdir())
+
+    def read_bytes(**options):
+        gate = check(model, digests=known, state_dir=state, **options)
+        return gate["evidence"]["digested_bytes"], codes(gate)
+
+    assert read_bytes(check=True) == (whole, []), "check mode looks"
+    assert not (tmp_path / "state").exists(), "and remembers nothing"
+    assert read_bytes() == (whole, [])
+    assert read_bytes() == (0, [])
+    assert read_bytes(reread=True) == (whole, [])
+    shard = model / NAMES[1]
+    status = shard.stat()
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))  # the same length, time and inode; the kernel's own time tells
+    assert read_bytes() == (status.st_size, ["weights-digest"])
+    assert read_bytes() == (0, ["weights-digest"]), "a wrong file stays wrong without being read"
+
+
+def test_a_torn_or_foreign_cache_is_no_verdict(model, tmp_path):
+    known = digests_of(model)
+    (tmp_path / "digests.jsonl").write_text(
+        '{"path": 3}\n[]\n{"path": "' + str(model / NAMES[0]) + '", "file": [1, 2], "sha256": "00"}\n{"pa'
+    )
+    assert codes(check(model, digests=known, state_dir=str(tmp_path))) == []
+
+
+def test_what_could_not_be_read_in_time_is_unknown(model, tmp_path):
+    known = digests_of(model)
+    reading = weights.Reading(tuple(known), str(tmp_path), seconds=0.0)
+    gate = weights.judge(weights.look(str(model), reading), weights.Expected(digests=known))
+    assert (gate.verdict.word, [p.code for p in gate.problems]) == ("unknown", ["weights-undigested"])
+    done = weights.look(str(model), weights.Reading(tuple(known), str(tmp_path)))
+    assert weights.judge(done, weights.Expected(digests=known)).verdict.word == "pass"
