@@ -226,7 +226,7 @@ def content(disk: Disk) -> Content:
 
 def _edges_are_zero(disk: Disk) -> bool:
     with open(disk.device, "rb", buffering=0) as handle:
-        for offset in {0, max(0, disk.size_bytes - EDGE_BYTES)}:
+        for offset in (0, max(0, disk.size_bytes - EDGE_BYTES)):
             handle.seek(offset)
             data = handle.read(EDGE_BYTES)
             if data.strip(b"\0"):

@@ -192,7 +192,8 @@ class Service:
         self.seen.append((now, numbers.bytes_done))
         while len(self.seen) > 2 and now - self.seen[0][0] > RATE_SECONDS:
             self.seen.popleft()
-        (then, before), (_, bytes_now) = self.seen[0], self.seen[-1]
+        then, before = self.seen[0]
+        bytes_now = numbers.bytes_done
         rate = (bytes_now - before) / (now - then) if now > then else 0.0
         left = max(0, numbers.bytes_total - numbers.bytes_done)
         durable.write_json(
@@ -244,7 +245,7 @@ class Service:
             self.entries = migration.read_manifest(self._path("manifest.jsonl"))
             self.manifest = Manifest(self._path("manifest.jsonl"))
             self.write_progress("scanning")
-            for _ in range(self.job.workers):
+            for _worker in range(self.job.workers):
                 self._start_worker()
             self._do(self._scan)
             self._copy()
@@ -431,7 +432,7 @@ class Service:
 
     def _attempt(self, worker: Worker, item: Item, copy: Callable[[str], Entry]) -> Entry | None:
         """Copy one file, again where it changes meanwhile. None where it cannot be read or keeps changing."""
-        for _ in range(TRIES):
+        for _attempt in range(TRIES):
             worker.begin(item.path, "source")
             try:
                 return copy(item.path)
