@@ -41,7 +41,7 @@ def recover(folder: Path, *arguments: str, host: dict[str, Any] | None = None, *
     local = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
     inventory = folder / "hosts.yml"
     hosts = {"h1": host or local}
-    inventory.write_text(yaml.safe_dump({"all": {"vars": given, "children": {"relight": {"hosts": hosts}}}}))
+    inventory.write_text(yaml.safe_dump({"all": {"children": {"relight": {"hosts": hosts, "vars": given}}}}))
     done = subprocess.run(
         [Path(sys.executable).with_name("ansible-playbook"), "-i", inventory, ROOT / "recover.yml", *arguments],
         cwd=folder,

@@ -92,9 +92,15 @@ class ActionModule(ActionBase):
             raise Refused(f"host {host}: {error}") from None
 
     def _report_dir(self, task_vars: dict[str, Any], hosts: tuple[str, ...]) -> str:
-        """The hosts' own, where the inventory sets it for them; else the play's."""
-        own = task_vars["hostvars"][hosts[0]].get("relight_report_dir") if hosts else None
-        return str(own or self._task.args["report_dir"])
+        """The hosts' own, where the inventory sets it; else the play's.
+
+        A run that expects no host, say for a mistyped group, reports where the inventory's other hosts would.
+        """
+        for host in (*hosts, *task_vars["groups"]["all"]):
+            own = task_vars["hostvars"][host].get("relight_report_dir")
+            if own:
+                return str(own)
+        return str(self._task.args["report_dir"])
 
     @staticmethod
     def _command(task_vars: dict[str, Any], kind: str) -> str:
