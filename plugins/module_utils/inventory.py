@@ -387,6 +387,10 @@ class Tally:
         wanted = range(self.total) if self.total is not None else sorted(self._gone | self._there)
         return array("q", (index for index in wanted if index not in self._there or index in bad))
 
+    def intact_indices(self) -> set[int]:
+        """The indices that have an intact sample."""
+        return self._there - {item.index for item in self.found if item.index is not None}
+
     def after(self, moved: list[Found]) -> Tally:
         """What the store holds once `moved` are in quarantine and `enter` is in the manifests. Counts stay as they were found."""
         gone = {item.index for item in moved if item.index is not None}

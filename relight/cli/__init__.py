@@ -21,6 +21,7 @@ COMMANDS = {
     "report": ("relight.cli.report:main", "print the last report's verdict and its reasons"),
     "wheelhouse": ("relight.cli.wheelhouse:main", "collect the wheels that hosts install from, without a network there"),
     "extract": ("relight.extract.cli:main", "on a host: extract what the store is missing"),
+    "export": ("relight.extract.export:main", "on a host: copy samples into another layout or to another place"),
     "continuity": ("relight.extract.cli:continuity", "on a host: compare old samples with what the server gives now"),
 }
 
