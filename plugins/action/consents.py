@@ -27,7 +27,9 @@ class ActionModule(ActionBase):
         run = folder.run()
         host = task_vars["inventory_hostname"]
         gates = [record["gate"] for record in folder.records(host) if record.get("kind") == "gate"]
-        asked = {p["consent"]: p for gate in gates for p in gate["problems"] if p.get("consent") and p["consent"] not in run.consent}
+        over = self._task.args.get("passed_over") or []
+        open_ = [p for gate in gates if gate["name"] not in over for p in gate["problems"] if p.get("consent")]
+        asked = {p["consent"]: p for p in open_ if p["consent"] not in run.consent}
         beyond = self._task.args.get("beyond") or []
         given_up = [p for gate in gates if gate["name"] in beyond for p in gate["problems"] if p["verdict"] in ("fail", "unknown")]
         result.update(changed=False, needed=sorted(asked))

@@ -29,7 +29,10 @@ class NotOurs(Exception):
 
 @dataclass(frozen=True)
 class Record:
-    """A migration as the host remembers it. Paths are absolute; `target` is the disk's stable name, `target_uuid` our file system's."""
+    """A migration as the host remembers it. Paths are absolute; `target` is the disk's stable name, `target_uuid` our file system's.
+
+    `still_at` is when the source was seen to stand still, in seconds of the boot `still_boot`.
+    """
 
     id: str
     phase: str
@@ -50,6 +53,8 @@ class Record:
     fstab_before: list[str] = field(default_factory=list)
     fstab_line: str = ""
     guarded: str = ""
+    still_boot: str = ""
+    still_at: float = 0.0
     times: dict[str, float] = field(default_factory=dict)
 
     def at(self, phase: str, now: float) -> Record:
@@ -57,7 +62,7 @@ class Record:
         return replace(self, phase=phase, times={**self.times, phase: round(now, 3)})
 
     def reached(self, phase: str) -> bool:
-        return PHASES.index(self.phase) >= PHASES.index(phase)
+        return self.phase != "rolled_back" and PHASES.index(self.phase) >= PHASES.index(phase)
 
 
 def folder(state_dir: str) -> str:

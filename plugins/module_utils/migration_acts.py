@@ -164,6 +164,8 @@ def prepare(context: Context, seen: Seen) -> None:
         record = _format(context, seen, record)
         seen = replace(seen, record=record)
     device = _device(record)
+    if record.phase == "rolled_back":
+        _begin_again(context, record, device)
     if not _is_mounted(device, wish.stage):
         if record.phase == "cutting_over" and _is_mounted(device, wish.data):
             return
@@ -181,8 +183,19 @@ def prepare(context: Context, seen: Seen) -> None:
         raise stop("target-too-small", wish.target, f"{short} bytes short", "attach a larger disk, or make room at the source first")
     if not record.reached("cutting_over"):
         _write_marker(wish.stage, record)
-    if not record.reached("prepared") or record.phase == "rolled_back":
+    if not record.reached("prepared"):
         context.save(record, "prepared", source_uuid=seen.source.uuid or record.source_uuid)
+
+
+def _begin_again(context: Context, record: Record, device: str) -> None:
+    """After a roll-back: what the earlier passes said of the source holds no more, and the target leaves its place aside."""
+    for name in ("progress.json", "job.json"):
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(migration.folder(context.state_dir), name))
+    durable.fsync_directory(migration.folder(context.state_dir))
+    if _is_mounted(device, record.aside):
+        command("umount", record.aside)
+        context.actions.append(f"unmount {record.aside}")
 
 
 def _write_marker(stage: str, record: Record) -> None:
@@ -292,19 +305,20 @@ def progress(state_dir: str) -> dict[str, Any] | None:
 
 
 def pass_done(state_dir: str, record: Record, final: bool) -> bool:
-    """Whether that pass, or a later one, has come to its end for this migration."""
-    if final:
-        seen = progress(state_dir)
-        still = seen is not None and seen.get("boot_id") == boot_id() and _still(record)
-        return bool(seen and seen.get("id") == record.id and seen.get("pass") == "final" and seen.get("phase") == "done" and still)
+    """Whether that pass has come to its end for this migration; a final one counts only if it began when the source stood still."""
     seen = progress(state_dir)
-    return record.reached("copied") or bool(seen and seen.get("id") == record.id and seen.get("phase") == "done")
+    done = seen is not None and seen.get("id") == record.id and seen.get("phase") == "done"
+    if not final:
+        return record.reached("copied") or done
+    if seen is None or not done or seen.get("pass") != "final" or not _still(record):
+        return False
+    return bool(seen.get("boot_id") == record.still_boot and float(seen.get("began_at") or 0) >= record.still_at)
 
 
 def _still(record: Record) -> bool:
-    """Whether nobody can have written to the source since: it is read-only, or was left frozen."""
+    """Whether nobody can have written to the source since it was made to stand still."""
     mount = _top(record.data)
-    return mount is None or mount.read_only or record.times.get("frozen", 0) > 0
+    return record.still_boot == boot_id() and (mount is None or mount.read_only or record.times.get("frozen", 0) > 0)
 
 
 def copy_live(context: Context, seen: Seen) -> None:
@@ -410,7 +424,10 @@ def quiesce(context: Context, seen: Seen) -> None:
     if _still(record):
         return
     _free(context, context.wish.data)
-    _make_read_only(context, record)
+    mount = _top(record.data)
+    if mount is not None and not mount.read_only:
+        record = _make_read_only(context, record)
+    context.save(record, still_boot=boot_id(), still_at=time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
 def _holders(context: Context, path: str) -> list[tuple[holders.Holder, str]]:
@@ -453,7 +470,7 @@ def _held(context: Context, path: str, holder: holders.Holder, unit: str) -> Pro
     return Problem("source-held", path, f"{holder.told}{where}", f"{remedy}, then run again")
 
 
-def _make_read_only(context: Context, record: Record) -> None:
+def _make_read_only(context: Context, record: Record) -> Record:
     """Raises Stop where it cannot be made so, unless a frozen source may be left behind."""
     lazily = f"{LAZY}{record.data}" in context.granted
     try:
@@ -463,13 +480,14 @@ def _make_read_only(context: Context, record: Record) -> None:
         failed = str(error)
     if not failed:
         context.actions.append(f"remount {record.data} read-only")
-        return
+        return record
     if not lazily:
         remedy = "see who writes there (lsof), also from other namespaces; a frozen source can be left with consent"
         raise stop("source-not-read-only", record.data, failed, remedy, consent=f"{LAZY}{record.data}")
-    context.save(record, times={**record.times, "frozen": round(time.time(), 3)})
+    record = context.save(record, times={**record.times, "frozen": round(time.time(), 3)})
     what = f"could not be made read-only ({failed}); by consent it is copied as it is"
     context.gate.problems.append(Problem("source-frozen", record.data, what, "see the list of what was not read", Verdict.WARN))
+    return record
 
 
 # --- cut over ----------------------------------------------------------------------------------------------------------
@@ -630,7 +648,7 @@ def roll_back(context: Context, seen: Seen) -> None:
     if mount is not None and mount.read_only:
         command("mount", "-o", "remount,rw", record.data)
     _put_aside(context, record.target_uuid, record.fstype, record)
-    context.save(record, "rolled_back", fstab_before=[], fstab_line="", times={})
+    context.save(record, "rolled_back", fstab_before=[], fstab_line="", times={}, still_boot="")
 
 
 def _stop_copy(context: Context) -> None:
@@ -649,7 +667,7 @@ def _give_up(context: Context, record: Record) -> None:
     if mount is not None and mount.read_only:
         command("mount", "-o", "remount,rw", record.data)
         context.actions.append(f"remount {record.data} read-write")
-    context.save(record, "rolled_back", times={})
+    context.save(record, "rolled_back", times={}, still_boot="")
 
 
 def _changed_since(path: str, since: float) -> tuple[int, int]:

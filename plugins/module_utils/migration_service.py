@@ -167,6 +167,7 @@ class Service:
         self.lock = threading.Lock()
         self.seen: deque[tuple[float, int]] = deque()
         self.started = time.time()
+        self.began_at = time.clock_gettime(time.CLOCK_BOOTTIME)
         self.dirs: list[Item] = []
         self.files: list[Item] = []
         self.others: list[Item] = []
@@ -204,6 +205,7 @@ class Service:
                 "pass": self.job.name,
                 "time": round(time.time(), 3),
                 "started": round(self.started, 3),
+                "began_at": self.began_at,
                 "boot_id": boot_id(),
                 "pid": os.getpid(),
                 "phase": self.phase,

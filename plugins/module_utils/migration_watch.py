@@ -144,7 +144,7 @@ def _line(progress: Mapping[str, Any]) -> str:
     total, done = int(progress.get("bytes_total") or 0), int(progress.get("bytes_done") or 0)
     left = progress.get("eta_seconds")
     time_left = f", {left / 60:.0f} min left" if isinstance(left, (int, float)) and left >= 90 else f", {left:.0f} s left" if left else ""
-    share = f"{100 * done / total:.0f} %" if total else "0 %"
+    share = f"{100 * done / total:.0f} %" if total else "100 %"
     rate = (progress.get("bytes_per_s") or 0) / 1e6
     at = f", at {progress['current']}" if progress.get("current") else ""
     files = f"{progress.get('files_done')}/{progress.get('files_total')} files"

@@ -24,6 +24,11 @@ options:
     type: list
     elements: str
     default: []
+  passed_over:
+    description: The gates whose consents are not asked for, since a later step makes them needless.
+    type: list
+    elements: str
+    default: []
 """
 
 EXAMPLES = r"""

@@ -98,7 +98,7 @@ options:
     elements: str
     default: [relight-extract, relight-sglang]
   host_python:
-    description: The interpreter that copies. One that has xxhash digests fastest; by default the module's own.
+    description: The interpreter that copies. One that has xxhash digests fastest. Where it is not there, the module's own copies.
     type: path
   log:
     description: The log of the copy service.
@@ -155,6 +155,7 @@ plan:
   elements: str
 """
 
+import os
 import sys
 
 from ansible.module_utils.basic import AnsibleModule
@@ -189,7 +190,7 @@ def context(module: AnsibleModule) -> migration_acts.Context:
         check=module.check_mode,
         manager=services.from_params(params),
         our_units=tuple(params["our_units"]),
-        python=params["host_python"] or sys.executable,
+        python=params["host_python"] if os.access(params["host_python"] or "", os.X_OK) else sys.executable,
         log=params["log"],
         workers=params["workers"],
         stall_seconds=params["stall_seconds"],

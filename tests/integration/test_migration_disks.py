@@ -94,10 +94,12 @@ def test_a_whole_move_there_and_back_and_the_old_disk_given_up(host, fstype, par
     assert host.run("cat", host.root / "aside" / "since").stdout == "since\n"
     assert host.migrate("rolled_back", target)["changed"] is False
     # And there again, without another format, then the old disk is given up.
-    host.run("umount", host.root / "aside")
+    host.run("sh", "-c", f"echo more > {host.data}/more && rm '{host.data}/store/rows_0-2000/data_0.ckpt'")
     third = host.whole(target, fstype=fstype, partitioned=partitioned)
     assert {verdict for verdict, _ in verdicts(third)} == {"pass"}
     assert host.mounted(host.data) == new
+    assert differences(host, host.root / "aside", host.data) == ""
+    assert host.run("cat", host.data / "more").stdout == "more\n"
     assert len(journal(host, "formatted")) == 1
     refused = host.migrate("reclaimed", target)
     assert consents(refused) == [f"reclaim:{old}"]

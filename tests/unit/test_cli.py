@@ -111,7 +111,6 @@ def test_report_ends_as_the_run_it_tells_of(tmp_path, capsys):
         (["--help"], 0, "usage: relight COMMAND"),
         (["--version"], 0, relight.__version__),
         (["recovr"], 2, "no command 'recovr'"),
-        (["rollback", "-i", "x"], 2, "no playbook rollback yet"),
         (["recover", "--ask-pass"], 2, "needs a terminal"),
     ],
 )
@@ -120,6 +119,12 @@ def test_the_front_door(capsys, words, code, says):
     told = capsys.readouterr()
     assert says in told.out + told.err
     assert len(told.err.splitlines()) <= 1
+
+
+def test_a_command_whose_playbook_is_not_there_says_so(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("relight.cli.plays.collection", lambda: tmp_path)
+    assert main(["rollback", "-i", "x"]) == 2
+    assert "no playbook rollback yet" in capsys.readouterr().err
 
 
 def test_the_client_needs_no_ansible_and_says_what_it_needs(tmp_path):
