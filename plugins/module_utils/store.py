@@ -215,11 +215,15 @@ class Store:
             names = [item.name for item in items if self.layout.is_shard(item.name) and item.is_dir()]
         return sorted(names, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
 
+    def entries_of(self, shard: str) -> dict[int, Entry]:
+        """What the manifest of one shard directory says. Raises OSError, NewerStore."""
+        return Manifest(os.path.join(self.path, shard)).read()
+
     def entries(self) -> dict[int, Entry]:
         """What all manifests say, whether the files are there or not. Raises OSError, NewerStore."""
         found: dict[int, Entry] = {}
         for shard in self.shards():
-            found.update(Manifest(os.path.join(self.path, shard)).read())
+            found.update(self.entries_of(shard))
         return found
 
     # temporary files

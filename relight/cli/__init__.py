@@ -22,12 +22,14 @@ COMMANDS = {
     "wheelhouse": ("relight.cli.wheelhouse:main", "collect the wheels that hosts install from, without a network there"),
     "extract": ("relight.extract.cli:main", "on a host: extract what the store is missing"),
     "export": ("relight.extract.export:main", "on a host: copy samples into another layout or to another place"),
+    "snapshot": ("relight.extract.snapshot:main", "on a host: list the samples that are whole now, for a trainer that reads meanwhile"),
+    "vocab-mapping": ("relight.extract.vocabulary:main", "on a host: make or check SpecForge's vocab_mapping.pt"),
     "continuity": ("relight.extract.cli:continuity", "on a host: compare old samples with what the server gives now"),
 }
 
 
 def usage() -> str:
-    lines = [f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<13} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
         [
             "usage: relight COMMAND ...",
