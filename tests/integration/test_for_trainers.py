@@ -49,21 +49,26 @@ import json, sys, torch
 from collections import Counter
 from specforge.core.compact_teacher import validate_vocab_mapping_consistency
 from specforge.data.preprocessing import process_token_dict_to_mappings
-value = torch.load(sys.argv[1])
-validate_vocab_mapping_consistency(value["t2d"], value["d2t"])
-counts = Counter({int(token): count for token, count in sorted(json.loads(sys.argv[2]).items(), key=lambda item: int(item[0]))})
-d2t, t2d = process_token_dict_to_mappings(counts, int(sys.argv[3]), 40)
-print(json.dumps([torch.equal(d2t, value["d2t"]), torch.equal(t2d, value["t2d"]), str(value["d2t"].dtype), str(value["t2d"].dtype)]))
+out = []
+for path, counted, draft in json.loads(sys.argv[1]):
+    value = torch.load(path)
+    validate_vocab_mapping_consistency(value["t2d"], value["d2t"])
+    counts = Counter({int(token): count for token, count in sorted(counted.items(), key=lambda item: int(item[0]))})
+    d2t, t2d = process_token_dict_to_mappings(counts, draft, 40)
+    out.append([torch.equal(d2t, value["d2t"]), torch.equal(t2d, value["t2d"]), str(value["d2t"].dtype), str(value["t2d"].dtype)])
+print(json.dumps(out))
 """
 
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="no SGLang environment: make setup")
-@pytest.mark.parametrize(("draft", "length"), [(4, None), (12, None), (3, 2)])
-def test_the_mapping_is_the_one_that_specforge_makes_of_the_same_counts(tmp_path, dataset, draft, length):
-    words = ("--dataset", dataset, "--to", tmp_path / "out" / "vocab_mapping.pt", "--draft-vocab-size", draft, "--target-vocab-size", 40)
-    assert mapping(*words, *(("--max-length", length) if length else ())) == 0
-    out = child(SPECFORGE, tmp_path / "out" / "vocab_mapping.pt", json.dumps(counted(length)), draft)
-    assert json.loads(out) == [True, True, "torch.int64", "torch.bool"]
+def test_the_mapping_is_the_one_that_specforge_makes_of_the_same_counts(tmp_path, dataset):
+    asked = []
+    for draft, length in ((4, None), (12, None), (3, 2)):
+        path = tmp_path / "out" / f"{draft}.pt"
+        words = ("--dataset", dataset, "--to", path, "--draft-vocab-size", draft, "--target-vocab-size", 40)
+        assert mapping(*words, *(("--max-length", length) if length else ())) == 0
+        asked.append([str(path), counted(length), draft])
+    assert json.loads(child(SPECFORGE, json.dumps(asked))) == [[True, True, "torch.int64", "torch.bool"]] * 3
 
 
 def test_the_same_dataset_makes_the_same_file_and_says_so(tmp_path, dataset, capsys):
