@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ansible_collections.relight.recovery.plugins.module_utils import ckpt, store
+from ansible_collections.relight.recovery.plugins.module_utils import ckpt, layouts
 from ansible_collections.relight.recovery.plugins.module_utils.durable import read_lines
 
 LARGEST_RELATIVE_ERROR = 1e-4
@@ -95,7 +95,7 @@ def relative_error(found: Any, wanted: Any) -> float:
 
 def compare(found: Path, wanted: Path, records: int) -> Comparison:
     """Every sample of `found` against the same of `wanted`."""
-    layout = store.layout("specforge")
+    layout = layouts.layout("specforge")
     result = Comparison()
     for index in range(records):
         name = layout.path_of(index)
@@ -154,7 +154,7 @@ def client_pids(journal: Path) -> set[int]:
 
 def indexes(names: list[str]) -> set[int]:
     """The records of sample files named relative to a store."""
-    layout = store.layout("specforge")
+    layout = layouts.layout("specforge")
     return {index for name in names if (index := layout.index_of(name)) is not None}
 
 

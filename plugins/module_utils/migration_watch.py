@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.relight.recovery.plugins.module_utils import migration, store
+from ansible_collections.relight.recovery.plugins.module_utils import layouts, migration
 from ansible_collections.relight.recovery.plugins.module_utils.gate import Gate, Problem, Verdict
 from ansible_collections.relight.recovery.plugins.module_utils.journal import boot_id
 from ansible_collections.relight.recovery.plugins.module_utils.migration import Record
@@ -131,7 +131,7 @@ def samples_of(progress: Mapping[str, Any] | None, data: str, store_dir: str, la
     if not progress or not store_dir.startswith(f"{data.rstrip('/')}/"):
         return {}
     prefix = store_dir[len(data.rstrip("/")) + 1 :].rstrip("/")
-    kind = store.layout(layout)
+    kind = layouts.layout(layout)
     found = {}
     for path in progress.get("unreadable", {}):
         index = kind.index_of(path[len(prefix) + 1 :]) if path.startswith(f"{prefix}/") else None

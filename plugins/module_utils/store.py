@@ -28,7 +28,6 @@ from ansible_collections.relight.recovery.plugins.module_utils.durable import (
     write_json,
 )
 from ansible_collections.relight.recovery.plugins.module_utils.layouts import Layout, Sample
-from ansible_collections.relight.recovery.plugins.module_utils.layouts import layout as layout
 
 SCHEMA = 1
 MANIFEST = "MANIFEST.jsonl"
