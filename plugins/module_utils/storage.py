@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ansible_collections.relight.recovery.plugins.module_utils import durable, mounts
+from ansible_collections.relight.recovery.plugins.module_utils import durable, kernel_log, mounts
 from ansible_collections.relight.recovery.plugins.module_utils.gate import Gate, Problem, Verdict
 from ansible_collections.relight.recovery.plugins.module_utils.journal import Journal
 
@@ -44,6 +44,16 @@ class Large:
 
 
 @dataclass(frozen=True)
+class KnownMount:
+    """A mount of the baseline beside what is there now; `now` is None where the path is gone. `hung`: it did not answer."""
+
+    path: str
+    before: dict[str, Any]
+    now: dict[str, Any] | None
+    hung: bool = False
+
+
+@dataclass(frozen=True)
 class Storage:
     """What was seen of a path. `write_errno` is of the timed write; None where it went well or was not tried."""
 
@@ -60,6 +70,9 @@ class Storage:
     write_errno: int | None = None
     largest: tuple[Large, ...] = ()
     walked_all: bool = True
+    log: kernel_log.Log | None = None
+    devices: frozenset[str] = frozenset()
+    known_mounts: tuple[KnownMount, ...] = ()
 
     @property
     def refused(self) -> bool:
@@ -76,6 +89,8 @@ class Need:
     reserve_bytes: int = 0
     mounted: bool = False
     uuid: str | None = None
+    kernel_log: str = "auto"  # auto | required | off
+    moved_to: str | None = None  # the UUID of the file system that a migration of ours moved the data to
 
     def short_bytes(self, seen: Storage) -> int:
         return max(0, max(self.bytes + self.reserve_bytes, PROBE_BYTES) - seen.free_bytes)
@@ -232,7 +247,13 @@ def judge(seen: Storage, need: Need, offers: tuple[Offer, ...] = ()) -> Gate:
     if not seen.exists:
         gate.problems.append(Problem("storage-path-missing", seen.path, "there is no such directory", "mount or create it"))
         return gate
-    gate.problems += [*_mount_problems(seen, need), *_write_problems(seen), *_room_problems(seen, need, offers)]
+    gate.problems += [
+        *_mount_problems(seen, need),
+        *_baseline_problems(seen, need),
+        *_log_problems(seen, need),
+        *_write_problems(seen),
+        *_room_problems(seen, need, offers),
+    ]
     return gate
 
 
@@ -250,7 +271,18 @@ def _evidence(seen: Storage, need: Need) -> dict[str, Any]:
         "need_inodes": need.inodes,
         "write_seconds": round(seen.write_seconds, 4) if seen.write_seconds is not None else None,
         "walked_all": seen.walked_all,
+        "kernel_log": _log_evidence(seen),
+        "baseline_mounts": len(seen.known_mounts),
     }
+
+
+def _log_evidence(seen: Storage) -> Any:
+    if seen.log is None:
+        return "not asked for"
+    if seen.log.error:
+        return f"not read: {seen.log.error}"
+    mine = kernel_log.of(seen.log, seen.devices)
+    return {"events": len(mine), "of_other_devices": len(seen.log.events) - len(mine)}
 
 
 def _mount_problems(seen: Storage, need: Need) -> list[Problem]:
@@ -268,6 +300,57 @@ def _mount_problems(seen: Storage, need: Need) -> list[Problem]:
         remedy = "see the kernel's log for why, repair the file system, then mount -o remount,rw"
         found.append(Problem("storage-read-only", seen.path, f"{seen.mount.point} is mounted read-only", remedy))
     return found
+
+
+def _baseline_problems(seen: Storage, need: Need) -> list[Problem]:
+    """Is every path where it was when the host was adopted? Devices are named by what survives a reboot."""
+    found = []
+    again = "mount the right device; if the change was meant, run adopt.yml again once the host is clear"
+    for known in seen.known_mounts:
+        before, now = known.before, known.now
+        if known.hung:
+            remedy = "see the storage behind it; a frozen reader cannot be killed"
+            found.append(Problem("mount-hung", known.path, "the mount did not answer", remedy, Verdict.UNKNOWN))
+        elif now is None:
+            what = f"it is gone; in the baseline it lay on {before.get('mount_point')}"
+            found.append(Problem("storage-not-baseline", known.path, what, again))
+        elif need.moved_to and now.get("uuid") == need.moved_to:
+            continue  # our own migration moved it
+        elif before.get("mount_point") != now["mount_point"]:
+            what = f"it lies on {now['mount_point']} now, in the baseline on {before.get('mount_point')}"
+            found.append(Problem("storage-not-baseline", known.path, what, again))
+        elif before.get("uuid") and now["uuid"] is None:
+            what = f"the UUID of what is mounted there cannot be told; the baseline says {before['uuid']}"
+            remedy = "look with become; in a container, show /dev/disk to it"
+            found.append(Problem("storage-uuid-unknown", known.path, what, remedy, Verdict.UNKNOWN))
+        elif before.get("uuid") and now["uuid"] != before["uuid"]:
+            what = f"the file system {now['uuid']} is mounted there, in the baseline {before['uuid']}"
+            found.append(Problem("storage-not-baseline", known.path, what, again))
+        elif before.get("by_id") and now["by_id"] and now["by_id"] != before["by_id"]:
+            what = f"the same file system lies on {now['by_id']} now, in the baseline on {before['by_id']}: one of them may be a copy"
+            remedy = "see which disk is meant; a copy must not be mounted beside its original"
+            found.append(Problem("storage-other-disk", known.path, what, remedy, Verdict.WARN))
+        elif not before.get("uuid") and before.get("source") and now["source"] and now["source"] != before["source"]:
+            what = f"{now['source']} is mounted there, in the baseline {before['source']}"
+            found.append(Problem("storage-not-baseline", known.path, what, again))
+    return found
+
+
+def _log_problems(seen: Storage, need: Need) -> list[Problem]:
+    """What the kernel said of this storage since boot: of the last minutes it fails, older it warns."""
+    if seen.log is None:
+        return []
+    if seen.log.error:
+        if need.kernel_log != "required":
+            return []
+        return [Problem("kernel-log-unreadable", "kernel log", seen.log.error, "set relight_become: true", Verdict.UNKNOWN)]
+    events = kernel_log.of(seen.log, seen.devices)
+    if not events:
+        return []
+    recent = seen.log.now - events[-1].seconds <= kernel_log.RECENT_SECONDS
+    remedy = "see the disk (smartctl, nvme smart-log) and the storage behind it; read what was written since before trusting it"
+    verdict = Verdict.FAIL if recent else Verdict.WARN
+    return [Problem("storage-errors-logged", seen.path, kernel_log.sentence(events, seen.log.now), remedy, verdict)]
 
 
 def _write_problems(seen: Storage) -> list[Problem]:

@@ -48,6 +48,20 @@ options:
   uuid:
     description: The UUID of the file system that must be mounted there.
     type: str
+  baseline_mounts:
+    description:
+      - The mounts that C(adopt) recorded, the C(mounts) part of the host's baseline. Each is compared by mount point, UUID and
+        stable disk name. What a migration of ours moved (by the record in O(state_dir)) may differ.
+    type: list
+    elements: dict
+    default: []
+  kernel_log:
+    description:
+      - Whether to look in the kernel's log for errors of this storage's devices. With V(auto) a log that may not be read is
+        told in the evidence, with V(required) it is V(unknown).
+    type: str
+    choices: [auto, required, "off"]
+    default: auto
   store:
     description: The directory of samples. Nothing in it is ever offered or removed.
     type: path
@@ -102,7 +116,7 @@ gate:
   description:
     - The verdict with its evidence and problems, after the removal where there was one.
     - Evidence is C(mount_point), C(fstype), C(source), C(total_bytes), C(free_bytes), C(free_inodes), what was needed, and
-      the C(write_seconds) of the small write.
+      the C(write_seconds) of the small write, and C(kernel_log), how many lines tell of errors, or why it was not read.
   returned: always
   type: dict
 actions:
@@ -113,9 +127,10 @@ actions:
 """
 
 from dataclasses import replace
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.relight.recovery.plugins.module_utils import bounded, consent, glue, storage
+from ansible_collections.relight.recovery.plugins.module_utils import adoption, bounded, consent, glue, kernel_log, migration, storage
 from ansible_collections.relight.recovery.plugins.module_utils.gate import Gate, Problem, Verdict
 from ansible_collections.relight.recovery.plugins.module_utils.journal import Journal
 
@@ -131,8 +146,12 @@ def look(module: AnsibleModule, need: storage.Need, granted: frozenset[str]) -> 
     params = module.params
     path = params["path"]
     seen = bounded.call(storage.look, (path, params["uuid"]), params["look_seconds"])
+    seen = replace(seen, known_mounts=tuple(known_mount(before, params["look_seconds"]) for before in params["baseline_mounts"]))
     if not seen.exists:
         return seen
+    if need.kernel_log != "off":
+        devices = kernel_log.family(seen.mount.source) if seen.mount else frozenset()
+        seen = replace(seen, log=read_log(params["look_seconds"]), devices=devices)
     if not module.check_mode and not (seen.mount and seen.mount.read_only) and (seen.is_mount_point or not need.mounted):
         seconds, failed = bounded.call(storage.try_write, (path,), params["write_seconds"])
         seen = replace(seen, write_seconds=seconds, write_errno=failed)
@@ -141,6 +160,33 @@ def look(module: AnsibleModule, need: storage.Need, granted: frozenset[str]) -> 
         largest, whole = bounded.call(storage.find_largest, args, params["walk_seconds"])
         seen = replace(seen, largest=largest, walked_all=whole)
     return seen
+
+
+def known_mount(before: dict[str, Any], seconds: float) -> storage.KnownMount:
+    """What is there now of one mount of the baseline. Each is asked by itself, so that a hung one is named."""
+    path = str(before.get("path"))
+    try:
+        now = bounded.call(adoption.look_at_mounts, ((path,),), seconds)
+    except (bounded.TimedOut, bounded.ChildFailed):
+        return storage.KnownMount(path, before, None, hung=True)
+    return storage.KnownMount(path, before, now[0] if now else None)
+
+
+def read_log(seconds: float) -> kernel_log.Log:
+    try:
+        return bounded.call(kernel_log.read, (), seconds)
+    except (bounded.TimedOut, bounded.ChildFailed) as error:
+        return kernel_log.Log(error=str(error))
+
+
+def moved_to(state_dir: str | None) -> str | None:
+    """The UUID of the file system that a migration of ours moved the data to and that is in use."""
+    try:
+        record = migration.read(state_dir) if state_dir else None
+    except (OSError, migration.NotOurs, TypeError):
+        return None
+    moved = record is not None and record.reached("cut_over") and record.phase != "rolled_back"
+    return record.target_uuid if record and moved else None
 
 
 def relieve(module: AnsibleModule, chosen: list[storage.Offer], journal: Journal) -> tuple[list[str], list[Problem]]:
@@ -161,7 +207,15 @@ def relieve(module: AnsibleModule, chosen: list[storage.Offer], journal: Journal
 
 def run(module: AnsibleModule) -> glue.Outcome:
     params = module.params
-    need = storage.Need(params["need_bytes"], params["need_inodes"], params["reserve_bytes"], params["mounted"], params["uuid"])
+    need = storage.Need(
+        bytes=params["need_bytes"],
+        inodes=params["need_inodes"],
+        reserve_bytes=params["reserve_bytes"],
+        mounted=params["mounted"],
+        uuid=params["uuid"],
+        kernel_log=params["kernel_log"],
+        moved_to=moved_to(params["state_dir"]),
+    )
     granted = consent.read(params["consent"])
     journal = Journal(params["state_dir"], params["run"], params["stage"], "storage_check")
     actions: list[str] = []
@@ -210,6 +264,8 @@ def main() -> None:
             "reserve_bytes": {"type": "int", "default": 0},
             "mounted": {"type": "bool", "default": False},
             "uuid": {"type": "str"},
+            "baseline_mounts": {"type": "list", "elements": "dict", "default": []},
+            "kernel_log": {"type": "str", "choices": ["auto", "required", "off"], "default": "auto"},
             "store": {"type": "path"},
             "keep": {"type": "list", "elements": "path", "default": []},
             "state": {"type": "str", "choices": ["reported", "relieved"], "default": "reported"},

@@ -213,3 +213,16 @@ def test_a_storage_that_hangs_is_unknown(data, tmp_path):
     path = f"{tmp_path}:{ROOT / 'collections'}:{ROOT}"
     result = run_module("storage_check", path=str(data), look_seconds=0.5, with_env={"PYTHONPATH": path})
     assert (codes(result), result["gate"]["verdict"]) == (["mount-hung"], "unknown")
+
+
+def test_the_baselines_mounts_are_compared_and_the_kernel_log_is_told(data):
+    def against(**more):
+        before = {"path": str(data), "mount_point": point, "uuid": None, "by_id": None, "source": None, **more}
+        return check(data, baseline_mounts=[before])
+
+    point = check(data)["gate"]["evidence"]["mount_point"]
+    assert codes(against()) == []
+    assert codes(against(mount_point="/elsewhere")) == ["storage-not-baseline"]
+    assert codes(against(path=str(data / "gone"))) == ["storage-not-baseline"]
+    assert check(data, kernel_log="off")["gate"]["evidence"]["kernel_log"] == "not asked for"
+    assert check(data)["gate"]["evidence"]["kernel_log"] != "not asked for"
