@@ -115,8 +115,10 @@ class Work:
         path.write_text(json.dumps({**self.config, **changes}))
         return path
 
-    def start(self, command: str = "extract", prefix: tuple[str, ...] = (), **changes: Any) -> subprocess.Popen[str]:
-        argv = [*prefix, sys.executable, "-m", "relight", command, "--config", str(self.write_config(**changes))]
+    def start(
+        self, command: str = "extract", prefix: tuple[str, ...] = (), options: tuple[str, ...] = (), **changes: Any
+    ) -> subprocess.Popen[str]:
+        argv = [*prefix, sys.executable, "-m", "relight", command, "--config", str(self.write_config(**changes)), *options]
         return subprocess.Popen(argv, env=ENV, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def run(self, seconds: float = 60.0, **changes: Any) -> tuple[int, str]:

@@ -13,21 +13,24 @@ import time
 import traceback
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ansible_collections.relight.recovery.plugins.module_utils.dataset import BadDataset, FixedRecords
 from ansible_collections.relight.recovery.plugins.module_utils.journal import Journal
 from ansible_collections.relight.recovery.plugins.module_utils.store import Locked, NewerStore, Store
 
-from relight.extract import links
+from relight.extract import links, selection
 from relight.extract.client import Extraction, exit_sentence, unfinished
 from relight.extract.config import BAD_INPUT, DONE, FOLDER, GAVE_UP, SOME_GIVEN_UP, STOPPED, BadInput, Config, GiveUp, load
+from relight.extract.forecast import Forecast, Rate, last_rate
 from relight.extract.missing import Standing, stand
 from relight.extract.prepare import fixed_records
 from relight.extract.progress import Display, Progress, publish
 
 T = TypeVar("T")
 BEAT_SECONDS = 1.0
+DRAIN = "drain"  # a file of this name in the state directory asks the client to drain
 PHASES = {DONE: "done", STOPPED: "stopped", SOME_GIVEN_UP: "failed", GAVE_UP: "failed", BAD_INPUT: "failed"}
 
 
@@ -35,14 +38,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Extract what is missing; the exit code."""
     parser = argparse.ArgumentParser(prog="relight extract", description="Extract the hidden states that the store lacks.")
     parser.add_argument("--config", required=True, metavar="FILE", help="the configuration: extract.json in the state directory")
+    parser.add_argument("--only", metavar="A-B,C", help="these records alone, both ends included")
+    parser.add_argument("--indices", metavar="FILE", help="the records that a file names alone: a JSON list, or words as above")
+    parser.add_argument("--redo", action="store_true", help="make their samples again; the old ones go to quarantine")
+    parser.add_argument("--rate", type=float, metavar="TOKENS_PER_SECOND", help="what to forecast with, instead of the last run's rate")
     options = parser.parse_args(argv)
     try:
         config = load(options.config)
+        wish = Wish(selection.chosen(options.only, options.indices), options.redo, _rate(options.rate, config))
+        if wish.redo and wish.chosen is None:
+            raise BadInput("--redo needs --only or --indices: say which samples")
         store = links.open_store(config)
     except BadInput as error:
         print(f"relight extract: {error}", file=sys.stderr, flush=True)
         return BAD_INPUT
-    return asyncio.run(_extract(config, store))
+    return asyncio.run(_extract(config, store, wish))
+
+
+def _rate(stated: float | None, config: Config) -> Rate | None:
+    """Raises BadInput."""
+    if stated is None:
+        return last_rate(config.state_dir)
+    if not stated > 0:
+        raise BadInput("--rate must be more than 0")
+    return Rate(stated, "stated")
 
 
 def continuity(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +71,16 @@ def continuity(argv: Sequence[str] | None = None) -> int:
     return check(argv)
 
 
-async def _extract(config: Config, store: Store) -> int:
+@dataclass(frozen=True)
+class Wish:
+    """What the command line asks for: which records, whether to make their samples again, and the rate to forecast with."""
+
+    chosen: frozenset[int] | None = None
+    redo: bool = False
+    rate: Rate | None = None
+
+
+async def _extract(config: Config, store: Store, wish: Wish) -> int:
     """From a judged configuration to an exit code and its sentence."""
     progress, display = Progress(), Display()
     stop = asyncio.Event()
@@ -61,10 +89,13 @@ async def _extract(config: Config, store: Store) -> int:
         loop.add_signal_handler(number, stop.set)
     with suppress(OSError):
         os.makedirs(config.state_dir, exist_ok=True)
-    work = _Work(config, store, progress, display, stop)
+    work = _Work(config, store, progress, display, stop, wish)
+    loop.add_signal_handler(signal.SIGUSR1, work.drain.set)
     try:
         code = await work.run()
         sentence = exit_sentence(code, progress)
+        if work.drained(code):
+            sentence = sentence.replace("stopped:", "drained:", 1)
         progress.error = sentence if code == SOME_GIVEN_UP else None
     except BadInput as error:
         code, sentence = BAD_INPUT, str(error)
@@ -78,11 +109,12 @@ async def _extract(config: Config, store: Store) -> int:
         progress.error = sentence
     finally:
         display.close()
-    progress.phase = PHASES[code]
+    progress.phase = "drained" if work.drained(code) else PHASES[code]
     if work.locked_out:  # progress.json is the other client's
         print(f"relight extract: {sentence}", file=sys.stderr, flush=True)
         return code
     publish(config.state_dir, progress)
+    work.forget_drain()
     work.journal_end(code, sentence)
     print(f"relight extract: {sentence}", file=sys.stderr, flush=True)
     return code
@@ -91,8 +123,13 @@ async def _extract(config: Config, store: Store) -> int:
 class _Work:
     """Lock, prepare, extract; with a beat of progress from the first second to the last."""
 
-    def __init__(self, config: Config, store: Store, progress: Progress, display: Display, stop: asyncio.Event) -> None:
+    def __init__(
+        self, config: Config, store: Store, progress: Progress, display: Display, stop: asyncio.Event, wish: Wish | None = None
+    ) -> None:
         self.config, self.store, self.progress, self.display, self.stop = config, store, progress, display, stop
+        self.wish = wish or Wish()
+        self.drain = asyncio.Event()
+        self.holds = False  # the store's lock
         self.locked_out = False
         self.journal: Journal | None = None
         self.begun = time.monotonic()
@@ -112,6 +149,8 @@ class _Work:
                 raise GiveUp(
                     f"cannot write in the store {self.config.store}: {error.strerror or error}; mend that, then start again"
                 ) from error
+            self.forget_drain()
+            self.holds = True
             return await self._with_beat(self._locked())
 
     def _fix(self) -> None:
@@ -132,18 +171,65 @@ class _Work:
             self.progress.mark(now)
             publish(self.config.state_dir, self.progress)
             self.display.show(self.progress, now)
+            if self.holds and os.path.exists(self._drain_file):
+                self.drain.set()
             await asyncio.sleep(BEAT_SECONDS)
+
+    @property
+    def _drain_file(self) -> str:
+        return os.path.join(self.config.state_dir, DRAIN)
+
+    def drained(self, code: int) -> bool:
+        """Whether it ended since it was asked to drain, and not by SIGTERM."""
+        return code == STOPPED and self.drain.is_set() and not self.stop.is_set()
+
+    def forget_drain(self) -> None:
+        """A request to drain is for the client that runs, not for the next one."""
+        with suppress(OSError):
+            os.unlink(self._drain_file)
 
     async def _locked(self) -> int:
         records, standing = await asyncio.to_thread(self._prepare)
-        self._journal_begin(standing)
         with records:
-            extraction = Extraction(self.config, self.store, records, self.progress, self.display)
-            stopping = asyncio.create_task(self._forward_stop(extraction))
+            to_do, again = self._chosen(standing, len(records))
+            self._forecast(records, to_do)
+            self._journal_begin(standing)
+            extraction = Extraction(self.config, self.store, records, self.progress, self.display, redo=again)
+            forwarding = [asyncio.create_task(forward) for forward in (self._forward_stop(extraction), self._forward_drain(extraction))]
             try:
-                return await extraction.run(standing.missing)
+                return await extraction.run(to_do)
             finally:
-                stopping.cancel()
+                for task in forwarding:
+                    task.cancel()
+
+    def _chosen(self, standing: Standing, records: int) -> tuple[list[int], frozenset[int]]:
+        """The records of this run, and those among them whose samples are made again. Raises BadInput."""
+        if self.wish.chosen is None:
+            return list(standing.missing), frozenset()
+        if self.wish.chosen and max(self.wish.chosen) >= records:
+            raise BadInput(f"record {max(self.wish.chosen)} is asked for, and there are {records}, counted from 0")
+        again = self.wish.chosen & standing.intact if self.wish.redo else frozenset()
+        return sorted(again.union(self.wish.chosen.intersection(standing.missing))), again
+
+    def _forecast(self, records: FixedRecords, to_do: list[int]) -> None:
+        """Tell what the run will take."""
+        tokens = sum(records.items[index].tokens for index in to_do)
+        if self.wish.chosen is not None:
+            self.progress.tokens_wanted = tokens
+        if not to_do:
+            return
+        try:
+            status = os.statvfs(self.config.store)
+        except OSError:
+            return  # the client's own look at it tells
+        free = status.f_bavail * status.f_frsize - self.config.reserve_bytes
+        for line in Forecast(len(to_do), tokens, self.config.token_bytes, free, self.wish.rate).lines(time.time()):
+            self.display.say(line)
+
+    async def _forward_drain(self, extraction: Extraction) -> None:
+        await self.drain.wait()
+        self.display.say("draining: nothing new is sent, what is in flight lands")
+        extraction.drain()
 
     async def _forward_stop(self, extraction: Extraction) -> None:
         await self.stop.wait()

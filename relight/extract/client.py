@@ -75,10 +75,13 @@ class Extraction:
     server: Trouble = field(init=False)
     room: Trouble = field(init=False)
     fatal: GiveUp | None = None
+    redo: frozenset[int] = frozenset()  # samples that are there and are made again; the old ones go to quarantine
     stopping_since: float | None = None
+    draining: bool = False
     instance: str = ""
     run_name: str = ""
     streak: int = 0  # failures since the last sample
+    put_aside: dict[int, int] = field(default_factory=dict)  # bytes of the samples that went to quarantine to be made again
 
     def __post_init__(self) -> None:
         config = self.config
@@ -113,6 +116,11 @@ class Extraction:
                 await watching
             self.writers.shutdown(wait=True)
 
+    def drain(self) -> None:
+        """Nothing new is sent; what is in flight lands, however long that takes within its own limits."""
+        self.draining = True
+        self.wake.set()
+
     def stop(self) -> None:
         """SIGTERM: nothing new is sent; what is in flight may land."""
         if self.stopping_since is None:
@@ -137,9 +145,12 @@ class Extraction:
                 )
             if self.admission.empty:
                 return SOME_GIVEN_UP if self.progress.given_up else DONE
-            if self.stopping_since is not None:
-                if not self.admission.flying or now - self.stopping_since > self.config.drain_seconds:
+            if self.stopping_since is not None or self.draining:
+                late = self.stopping_since is not None and now - self.stopping_since > self.config.drain_seconds
+                if not self.admission.flying or late:
                     return STOPPED
+                if self.stopping_since is None:
+                    self._judge_troubles(now)  # SIGTERM has its own limit
             else:
                 self._judge_troubles(now)
                 while self._may_send(now) and self._send_next():
@@ -155,7 +166,9 @@ class Extraction:
         return min([1.0, *due])
 
     def _show_phase(self) -> None:
-        if self.room.since is not None:
+        if self.draining:
+            self.progress.phase = "draining"
+        elif self.room.since is not None:
             self.progress.phase = "waiting-for-room"
         elif self.server.since is not None:
             self.progress.phase = "waiting-for-server"
@@ -281,7 +294,7 @@ class Extraction:
         """Write the sample; without room keep the dump and try again. Raises GiveUp, BadDump, Refused."""
         while True:
             try:
-                size = await self._in_thread(self._store, item.index, path, want, mask, run)
+                size, replaced = await self._in_thread(self._store, item.index, path, want, mask, run)
             except FileNotFoundError as error:
                 if error.filename == path:
                     raise Refused(f"its dump vanished from {self.config.dump_dir}") from error
@@ -294,7 +307,7 @@ class Extraction:
                 await asyncio.sleep(self.room.pause)
             else:
                 self.room.end()
-                self.progress.stored(item.tokens, size)
+                self.progress.stored(item.tokens, size, replaced)
                 return
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
@@ -311,8 +324,11 @@ class Extraction:
         where = f"cannot write sample {item.index} to {self.config.store}: {error.strerror or error}"
         return GiveUp(f"{where}; mend the storage (`relight assess` looks at it), then start the extraction again")
 
-    def _store(self, index: int, path: str, want: dumpfile.Expected, mask: bytes, run: str) -> int:
-        """In a thread: judge the dump, write the sample durably. Returns its bytes. Raises BadDump, OSError."""
+    def _store(self, index: int, path: str, want: dumpfile.Expected, mask: bytes, run: str) -> tuple[int, int | None]:
+        """In a thread: judge the dump, write the sample durably. Returns its bytes, and those of the one it replaced.
+
+        The old sample goes to quarantine when the new one is there to be written. Raises BadDump, OSError.
+        """
         with dumpfile.judged(path, want, states.value_fault) as dump:
             tensors: Mapping[str, TensorBytes] = {
                 "input_ids": dump.tensors[dumpfile.IDS],
@@ -322,7 +338,16 @@ class Extraction:
             }
             extra = {"layers": json.dumps(self.config.layers), "norm": want.norm, "dtype": dump.dtype}
             sample = Sample(index, want.tokens, want.digest, run, tensors, extra)
-            return self.store.add(sample, xxhash.xxh3_128(), time.time()).bytes
+            if index in self.redo and index not in self.put_aside:  # a disk without room brings us here twice
+                self._put_aside(index)
+            return self.store.add(sample, xxhash.xxh3_128(), time.time()).bytes, self.put_aside.get(index)
+
+    def _put_aside(self, index: int) -> None:
+        """Move a sample that is made again to quarantine. Raises OSError."""
+        path = self.store.layout.path_of(index)
+        size = os.path.getsize(os.path.join(self.store.path, path))
+        self.store.quarantine(path, "redone", time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()), "asked for with --redo")
+        self.put_aside[index] = size
 
     # what became of it
 

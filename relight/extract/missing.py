@@ -26,6 +26,7 @@ class Standing:
     bytes: int
     missing: tuple[int, ...]
     quarantined: int
+    intact: frozenset[int] = frozenset()
 
 
 def stand(store: Store, fixed_folder: str, config: Config) -> Standing:
@@ -53,7 +54,7 @@ def stand(store: Store, fixed_folder: str, config: Config) -> Standing:
         if found.enter is not None:
             Manifest(os.path.dirname(os.path.join(store.path, found.path))).append(Entry(**found.enter))
     size = tally.bytes - sum(found.bytes for found in tally.found)
-    return Standing(tally.intact, tally.tokens_intact, size, tuple(tally.to_do()), len(bad))
+    return Standing(tally.intact, tally.tokens_intact, size, tuple(tally.to_do()), len(bad), frozenset(tally.intact_indices()))
 
 
 def file_digest(path: str, size: int) -> str:

@@ -32,6 +32,7 @@ class Progress:
     tokens_done: int = 0
     tokens_this_run: int = 0
     tokens_sent: int = 0  # in requests of this run, answered or not
+    tokens_wanted: int | None = None  # of this run, where it is not to make all that is missing
     bytes: int = 0
     phase: str = "starting"
     error: str | None = None
@@ -40,13 +41,14 @@ class Progress:
     _marks: deque[tuple[float, int]] = field(default_factory=deque)
     _boot: str = field(default_factory=boot_id)
 
-    def stored(self, tokens: int, size: int) -> None:
-        """Count a sample that is durable."""
-        self.done += 1
+    def stored(self, tokens: int, size: int, replaced: int | None = None) -> None:
+        """Count a sample that is durable; `replaced` are the bytes of the one whose place it took."""
+        if replaced is None:
+            self.done += 1
+            self.tokens_done += tokens
         self.this_run += 1
-        self.tokens_done += tokens
         self.tokens_this_run += tokens
-        self.bytes += size
+        self.bytes += size - (replaced or 0)
 
     def mark(self, now: float) -> None:
         """Note the tokens of this moment, for the rate."""
@@ -64,7 +66,7 @@ class Progress:
     @property
     def eta_seconds(self) -> float | None:
         rate = self.tokens_per_s
-        left = self.tokens_total - self.tokens_done
+        left = self.tokens_total - self.tokens_done if self.tokens_wanted is None else self.tokens_wanted - self.tokens_this_run
         return round(left / rate, 1) if rate > 0 else (0.0 if left == 0 else None)
 
     def document(self) -> dict[str, Any]:
