@@ -82,7 +82,7 @@ def test_a_records_file_that_is_not_there(work: Work) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"layout": "tarballs"}, "store layout 'tarballs' is not one of: specforge"),
+        ({"layout": "tarballs"}, "store layout 'tarballs' is not one of: modelopt, specforge, speculators"),
         ({"dump_dir": "/nowhere/dump"}, "the dump directory /nowhere/dump is missing"),
         ({"store": "/nowhere/store"}, "the directory of the store /nowhere/store is missing"),
         ({"layers": [1, 2]}, "must be three layer numbers"),

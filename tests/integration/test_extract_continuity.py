@@ -190,7 +190,7 @@ def test_the_module_passes_the_verdict_on(work: Work) -> None:
     result = run_module("continuity_check", host_python=sys.executable, **options)
     assert (result["changed"], result["gate"]["verdict"], len(result["gate"]["evidence"]["indices"])) == (False, "pass", 2)
     events = [json.loads(line) for line in (work.state / "journal.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events if event["run"] == "r1"] == ["continuity"] * 4
+    assert [event["step"] for event in events if event["run"] == "r1"] == ["continuity_check"] * 4
 
 
 def test_the_module_bounds_the_check(work: Work) -> None:

@@ -18,7 +18,7 @@ from ansible_collections.relight.recovery.plugins.module_utils import report, wh
 from ansible_collections.relight.recovery.plugins.plugin_utils.run_folder import RunFolder
 
 from relight.cli.wheelhouse import own_wheel, rewheel
-from tests.harness import ROOT
+from tests.harness import ROOT, skip_without_sight
 
 PLAY = """
 - name: Set up
@@ -93,6 +93,7 @@ class Host:
 
 @pytest.fixture
 def host(tmp_path):
+    skip_without_sight()
     return Host(tmp_path)
 
 

@@ -188,7 +188,7 @@ def test_a_really_full_file_system_and_its_relief(tmp_path):
 def test_a_read_only_mount(tmp_path):
     folder = tmp_path / "small"
     folder.mkdir()
-    python = namespaced(tmp_path, f"mount -t tmpfs -o size=2m tmpfs {folder}; mount -o remount,ro {folder}")
+    python = namespaced(tmp_path, f"mount -t tmpfs -o ro,size=2m tmpfs {folder}")
     result = run_module("storage_check", path=str(folder), with_python=python)
     assert (codes(result), result["gate"]["verdict"]) == (["storage-read-only"], "fail")
 

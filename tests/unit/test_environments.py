@@ -23,7 +23,7 @@ import pytest
 from ansible_collections.relight.recovery.plugins.module_utils import environments, wheelhouse
 
 from relight.cli.wheelhouse import own_wheel, rewheel
-from tests.harness import ROOT, run_module
+from tests.harness import ROOT, run_module, skip_without_sight
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +182,7 @@ def test_a_python_that_does_not_run_is_told(tmp_path, house):
 @pytest.fixture
 def theirs(tmp_path):
     """The environment of the user's server, as bare as uv makes them: without pip."""
+    skip_without_sight()
     folder = tmp_path / "sglang"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     return folder

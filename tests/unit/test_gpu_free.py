@@ -16,7 +16,7 @@ import pytest
 from ansible_collections.relight.recovery.plugins.module_utils import gpu, nvml, procs, services
 
 from tests import supervisor
-from tests.harness import ROOT, ModuleFailed, run_module
+from tests.harness import ROOT, ModuleFailed, run_module, skip_without_sight
 
 CANARY = "Zq7canary9Xw"
 TOTAL, RESERVED = 143771, 615
@@ -97,6 +97,7 @@ class Box:
 
 @pytest.fixture
 def box(host, library, tmp_path):
+    skip_without_sight()
     found = Box(host, library, tmp_path)
     found.gpus()
     yield found
