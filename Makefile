@@ -5,6 +5,8 @@
 #   make demo    an extraction, a disaster, a recovery and its proof, on this machine (build/demo/report)
 #   make test    all tests
 #   make torture two kills in each stage of a recovery, by seed (about half an hour)
+#   make test-storage   the long tests of disks and migrations too (root; rsync and xfsprogs installed)
+#   make bench-migrate  how fast a volume is moved and read back (root; rsync and fio installed)
 #   make lint    ruff, mypy, yamllint, ansible-lint, ansible-test sanity
 #   make clean   remove .venv and build
 #
@@ -65,6 +67,13 @@ test: $(CONTROLLER) $(SGLANG)
 torture: $(CONTROLLER) $(SGLANG)
 	@tools/check-system unshare nsenter mount
 	@RELIGHT_TORTURE=1 $(if $(SEEDS),RELIGHT_TORTURE_SEEDS='$(SEEDS)') $(BIN)/python -m pytest tests/torture
+
+test-storage: $(CONTROLLER)
+	@tools/check-system unshare nsenter mount
+	@RELIGHT_LONG_TESTS=storage $(BIN)/python -m pytest tests/unit/test_fstab.py tests/unit/test_attached.py tests/integration/test_migration*.py
+
+bench-migrate: $(CONTROLLER)
+	@$(BIN)/python bench/migrate.py
 
 lint: $(CONTROLLER)
 	@$(BIN)/python tools/lint.py
