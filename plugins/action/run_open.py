@@ -54,10 +54,11 @@ class ActionModule(ActionBase):
             command=self._command(task_vars, kind),
             refused=refused,
         )
-        RunFolder(folder_of({"relight_report_dir": self._report_dir(task_vars, hosts)}, run.check)).open(run)
+        folder = RunFolder(folder_of({"relight_report_dir": self._report_dir(task_vars, hosts)}, run.check))
+        folder.open(run)
         if refused:
             raise AnsibleActionFail(refused)
-        result.update(changed=False, run=run.name, ansible_facts={"relight_run": run.name})
+        result.update(changed=False, run=run.name, report=folder.report_file, ansible_facts={"relight_run": run.name})
         return result
 
     def _expected_hosts(self, task_vars: dict[str, Any]) -> tuple[str, ...]:

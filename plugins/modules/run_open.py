@@ -10,7 +10,8 @@ module: run_open
 short_description: Say what a run expects before anything runs
 description:
   - Refuses an empty group, an unknown tag, a host without its required variables and a malformed O(ignore:relight_consent).
-  - Writes C(report.json) with every expected host as C(not-clear), so that a run that is killed or reaches nobody says so.
+  - Writes C(report.json) and C(report.html) with every expected host as C(not-clear), so that a run that is killed or reaches nobody
+    says so.
   - Runs on the controller only and sets the fact C(relight_run), the run's name.
 author: [Relight authors (@relight)]
 attributes:
@@ -57,4 +58,9 @@ run:
   returned: success
   type: str
   sample: 20261201T143000-1f2e
+report:
+  description: Where report.json lies on the controller.
+  returned: success
+  type: str
+  sample: /home/op/relight-report/report.json
 """

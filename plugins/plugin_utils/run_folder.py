@@ -28,14 +28,14 @@ class RunFolder:
         self.report_file = os.path.join(folder, "report.json")
 
     def open(self, run: report.Run) -> None:
-        """Begin a run: the former report goes to history/, every expected host starts as not-clear."""
+        """Begin a run: the former report.json goes to history/, every expected host starts as not-clear."""
         os.makedirs(os.path.join(self.folder, "hosts"), exist_ok=True)
         with self._lock():
             self._keep_former()
             for name in os.listdir(os.path.join(self.folder, "hosts")):
                 os.unlink(os.path.join(self.folder, "hosts", name))
             durable.write_json(self.run_file, asdict(run))
-            self._write()
+        self.write_html()  # at once: the page of a run that reaches nobody must not be that of the run before
 
     def _keep_former(self) -> None:
         try:

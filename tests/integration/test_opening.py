@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import html
 import json
 
 import pytest
@@ -17,6 +18,7 @@ def play(tmp_path):
     """Run recover.yml; the report of an earlier run says clear."""
     (tmp_path / "report").mkdir()
     (tmp_path / "report/report.json").write_text(json.dumps({"verdict": "clear", "run": "earlier"}))
+    (tmp_path / "report/report.html").write_text("clear")
     return functools.partial(recover, tmp_path)
 
 
@@ -34,20 +36,24 @@ def play(tmp_path):
         ([], {"relight_consent": "disable:unit:x"}, "relight_consent: must be a list of names, not 'disable:unit:x'"),
     ],
 )
-def test_a_run_that_cannot_begin(play, arguments, variables, sentence):
+def test_a_run_that_cannot_begin(play, tmp_path, arguments, variables, sentence):
     code, output, report = play(*arguments, **variables)
     assert code != 0
     assert sentence in output
     assert report["verdict"] == "not-clear"
     assert sentence.replace("host h1: ", "") in report["refused"]
+    page = html.unescape((tmp_path / "report/report.html").read_text())
+    assert report["run"] in page
+    assert report["refused"] in page
 
 
-def test_an_unreachable_host_is_not_clear(play):
+def test_an_unreachable_host_is_not_clear(play, tmp_path):
     unreachable = {"ansible_connection": "ssh", "ansible_host": "127.0.0.1", "ansible_port": 9, "ansible_ssh_timeout": 3}
     code, _, report = play(host=unreachable)
     assert code != 0
     assert report["verdict"] == "not-clear"
     assert report["hosts"]["h1"]["reason"] == "the host was not reached"
+    assert "h1: not-clear" in (tmp_path / "report/report.html").read_text()
 
 
 def test_a_limit_that_leaves_out_the_opening_play_is_refused_with_the_way_round(play):

@@ -14,6 +14,7 @@ import pytest
 import relight
 from relight.cli import main, plays, report
 from tests.harness import ROOT
+from tests.plays import COMPLETE
 
 
 def written(tmp_path, verdict, **more):
@@ -192,3 +193,20 @@ def test_a_mistyped_group_is_not_clear_and_nothing_of_the_environment_is_left(tm
     assert list(scratch.iterdir()) == []
     for path in tmp_path.rglob("*"):
         assert path.is_dir() or b"canary-5f1e" not in path.read_bytes(), path
+
+
+def test_a_host_that_is_not_reached_is_named(tmp_path):
+    inventory = tmp_path / "hosts.json"
+    far = {"ansible_connection": "ssh", "ansible_host": "127.0.0.1", "ansible_port": 9, **COMPLETE}
+    inventory.write_text(json.dumps({"all": {"children": {"relight": {"hosts": {"box": far}}}}}))
+    done = subprocess.run(
+        [sys.executable, "-m", "relight", "status", "-i", str(inventory)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'collections'}:{ROOT}", "PWD": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "box: NOT-CLEAR: the host was not reached" in done.stdout
