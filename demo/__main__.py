@@ -302,7 +302,7 @@ def prove(demo: Demo, reference: Path, records: int, drill: dict[str, Any], mark
         faults += result.faults
         (BUILD / "proof.json").write_text(json.dumps({**vars(result), "largest_relative_error": compared.worst}, indent=1))
     second = proof.requests(SERVER_LOG, marks["second"])
-    extracted = [rid for rid, _ in second.finished if proof.OURS.fullmatch(rid)]
+    extracted = [rid for rid in (*(rid for rid, _ in second.finished), *second.dropped) if proof.OURS.fullmatch(rid)]
     demo.steps.say(f"requests of the second recovery: {len(second.finished)}, all of them probes" if not extracted else f"{extracted}")
     if extracted:
         faults.append(f"the second recovery extracted {extracted}")

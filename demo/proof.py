@@ -25,6 +25,8 @@ LARGEST_RELATIVE_ERROR = 1e-4
 BLOCKS = ("hidden_state", "aux_hidden_state")
 BATCH = re.compile(r"Prefill batch.*?#new-token: (\d+), #cached-token: (\d+)")
 FINISHED = re.compile(r'(\{"timestamp": .*"event": "request\.finished".*\})')
+# On a busy machine the dump is there seconds before the HTTP answer, and the client does not wait for that for ever.
+DROPPED = re.compile(r"disconnected from the client side.*Abort request obj\.rid='([^']+)'")
 OURS = re.compile(r"relight-[0-9a-f]{8}-(\d+)-(\d+)\.\d+\.\d+")
 
 
@@ -43,15 +45,15 @@ class Comparison:
 
 @dataclass
 class Requests:
-    """What the server's log says of a stretch of time: its own token counter, and each request that it finished."""
+    """What the server's log says of a stretch of time: its own token counter, and each request that it finished.
+
+    `dropped` are those whose answer nobody waited for.
+    """
 
     counted_tokens: int = 0
     cached_tokens: int = 0
     finished: list[tuple[str, int]] = field(default_factory=list)
-
-    @property
-    def finished_tokens(self) -> int:
-        return sum(tokens for _, tokens in self.finished)
+    dropped: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -143,6 +145,11 @@ def requests(log: Path, start: int = 0, end: int | None = None) -> Requests:
         if finished:
             event = json.loads(finished[1])
             result.finished.append((str(event["rid"]), int(event["out"]["meta_info"]["prompt_tokens"])))
+        dropped = DROPPED.search(line)
+        if dropped:
+            result.dropped.append(dropped[1])
+    answered = {rid for rid, _ in result.finished}
+    result.dropped = [rid for rid in dict.fromkeys(result.dropped) if rid not in answered]
     return result
 
 
@@ -180,7 +187,11 @@ def account(seen: Requests, clients: set[int], tokens: dict[int, int], drill: di
     result = Account(counted=seen.counted_tokens, one_pass=sum(tokens.values()))
     result.torn, result.corrupt, result.in_flight = (sum(tokens[index] for index in group) for group in (torn, corrupt, in_flight))
     times: Counter[int] = Counter()
-    for rid, length in seen.finished:
+    # One that was dropped is a pass over its record too: the server's own counter, below, refutes it if it was not.
+    records = {rid: int(match[1]) for rid in seen.dropped if (match := OURS.fullmatch(rid))}
+    ended = [*seen.finished, *((rid, tokens[index]) for rid, index in records.items() if index in tokens)]
+    ended_tokens = sum(length for _, length in ended)
+    for rid, length in ended:
         match = OURS.fullmatch(rid)
         if match and int(match[2]) in clients:
             times[int(match[1])] += 1
@@ -196,8 +207,8 @@ def account(seen: Requests, clients: set[int], tokens: dict[int, int], drill: di
         result.faults.append(f"quarantined were {sorted(moved)}, damaged were {sorted(torn | corrupt)}")
     if seen.cached_tokens:
         result.faults.append(f"{seen.cached_tokens} tokens came from a cache")
-    if seen.finished_tokens != seen.counted_tokens:
-        result.faults.append(f"the finished requests have {seen.finished_tokens} tokens, the server counted {seen.counted_tokens}")
+    if ended_tokens != seen.counted_tokens:
+        result.faults.append(f"the finished requests have {ended_tokens} tokens, the server counted {seen.counted_tokens}")
     if result.counted - result.one_pass != result.explained:
         result.faults.append(f"{result.counted - result.one_pass} tokens beyond one pass, {result.explained} explained")
     middle = sorted(tokens.values())[len(tokens) // 2]

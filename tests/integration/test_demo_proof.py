@@ -94,12 +94,15 @@ REQUESTS = [
 ]
 
 
-def log_of(path: Path, requests: list[tuple[str, int]], counted: int | None = None, cached: int = 0) -> Path:
+def log_of(path: Path, requests: list[tuple[str, int]], counted: int | None = None, cached: int = 0, dropped: tuple[str, ...] = ()) -> Path:
     total = sum(tokens for _, tokens in requests) if counted is None else counted
     lines = [f"[2026-01-01 00:00:00] Prefill batch, #new-seq: 1, #new-token: {total}, #cached-token: {cached}, token usage: 0.00, "]
     for rid, tokens in requests:
         event = {"timestamp": "t", "event": "request.finished", "rid": rid, "obj": {}, "out": {"meta_info": {"prompt_tokens": tokens}}}
-        lines.append(f"[2026-01-01 00:00:00] {json.dumps(event)}")
+        if rid not in dropped:
+            lines.append(f"[2026-01-01 00:00:00] {json.dumps(event)}")
+    told = "[http_server] Error: Request is disconnected from the client side (type 1). Abort request obj.rid="
+    lines += [f"[2026-01-01 00:00:00] {told}{rid!r}" for rid in dropped]
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -117,12 +120,21 @@ def test_every_token_is_explained(tmp_path: Path) -> None:
     assert "      32  together" in proof.table(found)
 
 
+def test_a_request_whose_answer_came_too_late_for_its_client_is_a_pass_over_its_record(tmp_path: Path) -> None:
+    """SGLang logs no end of it, only that the client is gone; the dump was there."""
+    late = ("relight-aaaaaaaa-0-100.7.0", "relight-bbbbbbbb-0-300.9.1")
+    found = accounted(tmp_path, REQUESTS, dropped=late)
+    assert found == accounted(tmp_path, REQUESTS)
+    assert found.faults == []
+
+
 @pytest.mark.parametrize(
     ("requests", "options", "fault"),
     [
         ([*REQUESTS, ("relight-bbbbbbbb-0-200.9.9", 5)], {}, "record 0 was extracted 2 times, not 1"),
         ([r for r in REQUESTS if r[0] != "relight-bbbbbbbb-1-200.9.1"], {}, "record 1 was extracted 1 times, not 2"),
         (REQUESTS, {"counted": 59}, "the server counted 59"),
+        (REQUESTS, {"counted": 53, "dropped": ("relight-aaaaaaaa-0-100.7.0",)}, "the server counted 53"),
         (REQUESTS, {"cached": 1}, "1 tokens came from a cache"),
         (REQUESTS, {"moved": {1}}, "quarantined were [1]"),
         (REQUESTS, {"moved": {0, 1, 2}}, "quarantined were [0, 1, 2]"),
