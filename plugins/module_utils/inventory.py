@@ -28,6 +28,10 @@ INTACT, TORN, CORRUPT, FOREIGN, DOUBTFUL, MISSING = "intact", "torn", "corrupt",
 UNJUDGED, UNREAD = "unjudged", "unread"  # could not be looked at; was not, since only names were
 MOVED = (TORN, CORRUPT, FOREIGN, DOUBTFUL)  # what quarantine is for; what could not be judged stays where it is
 ADOPTED = "adopted"  # the run of samples that are older than this store's manifests
+# What an intact sample is trusted by: its digest was made while Relight wrote it; the format's own checksums held when it was read
+# whole; its values could be states when it was read whole, in a format without checksums; its structure and tokens alone.
+WRITTEN, CHECKSUMS, VALUES, STRUCTURE = "written", "checksums", "values", "structure"
+TRUST = (WRITTEN, CHECKSUMS, VALUES, STRUCTURE)
 ZERO_BYTES = 3584  # so many zero bytes in a row are a hole in a page, not a state
 
 
@@ -66,6 +70,7 @@ class Found:
     tokens: int = 0
     unknown_before: bool = False
     enter: dict[str, Any] | None = None
+    trust: str = ""
 
 
 ContentLook = Callable[[str, Seen], Content]
@@ -184,7 +189,7 @@ class _Judge:
             return Found(path, index, UNREAD, "is not in the manifest, and only its name was looked at", size)
         if size != entry.bytes:
             return Found(path, index, TORN if size < entry.bytes else CORRUPT, f"has {size} bytes, the manifest says {entry.bytes}", size)
-        return Found(path, index, INTACT, bytes=size, tokens=entry.tokens)
+        return Found(path, index, INTACT, bytes=size, tokens=entry.tokens, trust=_trust(entry))
 
     def _by_content(self, path: str, full: str, index: int, entry: Entry | None, size: int) -> Found:
         record = self._record(index)
@@ -204,13 +209,38 @@ class _Judge:
             return Found(path, index, CORRUPT if entry and size == entry.bytes else FOREIGN, f"{error}", size, tokens)
         except layouts.Unsupported as error:
             return Found(path, index, UNJUDGED, f"{error}", size, tokens)
-        enter = None
+        enter, trust = None, ""
+        if verdict == INTACT:
+            trust = _trust(entry) if entry else CHECKSUMS if seen.checked else VALUES if digest else STRUCTURE
         if verdict == INTACT and entry is None and digest:
             run = seen.extra.get("run") or ADOPTED
-            line = Entry(index, os.path.basename(path), seen.bytes, seen.tokens, seen.token_digest, run, digest, round(seen.mtime, 3))
-            enter = asdict(line)
+            name, time = os.path.basename(path), round(seen.mtime, 3)
+            enter = asdict(Entry(index, name, seen.bytes, seen.tokens, seen.token_digest, run, digest, time, trust))
         before = entry.run == ADOPTED if entry else not seen.extra.get("run")
-        return Found(path, index, verdict, why, seen.bytes, seen.tokens, before, enter)
+        return Found(path, index, verdict, why, seen.bytes, seen.tokens, before, enter, trust)
+
+
+def _trust(entry: Entry) -> str:
+    """What a manifest's line rests on. Lines of adopted samples were written before lines said it: checksums, of archives."""
+    return entry.evidence or (CHECKSUMS if entry.run == ADOPTED else WRITTEN)
+
+
+def _newest_first(folder: str, names: list[str]) -> list[str]:
+    """What is younger is in more doubt, and is looked at first; what is gone by now last."""
+
+    def age(name: str) -> tuple[float, str]:
+        try:
+            return -os.stat(os.path.join(folder, name)).st_mtime, name
+        except OSError:
+            return 0.0, name
+
+    return sorted(names, key=age)
+
+
+def _in_doubt_first(place: Store, shards: list[str]) -> list[str]:
+    """Directories without a manifest hold what nobody vouches for: the newest of them first, then the others in order."""
+    bare = [name for name in shards if not os.path.exists(Manifest(os.path.join(place.path, name)).path)]
+    return _newest_first(place.path, bare) + [name for name in shards if name not in set(bare)]
 
 
 def _listing(path: str, layout: Layout) -> tuple[list[str], int]:
@@ -239,7 +269,7 @@ def _strays(place: Store, shards: list[str]) -> Iterator[str]:
 
 def _top(request: Request, place: Store, records: FixedRecords | None) -> Iterator[dict[str, Any]]:
     try:
-        shards = place.shards()
+        shards = _in_doubt_first(place, place.shards())
     except FileNotFoundError:
         shards, there = [], False
     else:
@@ -248,9 +278,9 @@ def _top(request: Request, place: Store, records: FixedRecords | None) -> Iterat
     if records is None and request.dataset and os.path.isfile(request.dataset):
         with suppress(BadDataset):  # the dataset's own gate tells of it
             total = sum(1 for _entry in entries(request.dataset))
-    yield {
-        "top": {"shards": shards, "total": total, "tokens": records.tokens if records is not None else None, "fixed": records is not None}
-    }
+    told = {"shards": shards, "total": total, "tokens": records.tokens if records is not None else None, "fixed": records is not None}
+    compared = [link.get("samples") for link in place.runs().links if link.get("verdict") == "pass"]
+    yield {"top": {**told, "compared": sum(number for number in compared if isinstance(number, int))}}
     if not there:
         return
     temporaries = 0 if HERE in shards else _listing(place.path, place.layout)[1]
@@ -266,7 +296,9 @@ def _shard(request: Request, judge: _Judge) -> Iterator[dict[str, Any]]:
     yield {"temporaries": temporaries}
     by_name = {entry.file: entry.index for entry in known.values()} if place.layout.by_record else {}
     there = set()
-    for name in names:
+    files = {entry.file for entry in known.values()}
+    new = _newest_first(os.path.join(place.path, folder), [name for name in names if name not in files])
+    for name in [*new, *(name for name in names if name in files)]:
         path = inside(folder, name)
         index = place.layout.index_of(path)
         index = by_name.get(name) if index is None else index
@@ -336,6 +368,8 @@ class Tally:
     bytes: int = 0
     tokens_intact: int = 0
     adopted: int = 0
+    trusted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TRUST, 0))
+    compared: int = 0
     unentered: int = 0
     temporaries: int = 0
     quarantined: int = 0
@@ -349,6 +383,7 @@ class Tally:
         if "top" in line:
             top = line["top"]
             self.shards, self.total, self.tokens_total, self.fixed = top["shards"], top["total"], top["tokens"], top["fixed"]
+            self.compared = top["compared"]
         self.temporaries += line.get("temporaries", 0)
         self.quarantined += line.get("quarantined", 0)
         if "found" in line:
@@ -368,6 +403,7 @@ class Tally:
             return
         self.tokens_intact += found.tokens
         self.adopted += found.unknown_before
+        self.trusted[found.trust] = self.trusted.get(found.trust, 0) + 1
         if found.enter is not None:
             self.unentered += 1
             self.enter.append(found)
@@ -410,6 +446,8 @@ class Tally:
             "bytes": self.bytes,
             "tokens_intact": self.tokens_intact,
             "adopted": self.adopted,
+            "trusted_by": dict(self.trusted),
+            "compared_by_continuity": self.compared,
             "not_in_manifest": self.unentered,
             "temporary_files": self.temporaries,
             "files_in_quarantine": self.quarantined,
@@ -423,12 +461,18 @@ def take(
     identity: dict[str, Any] | None = None,
     depth: str = "headers",
     content: ContentLook = checksums,
+    enter: Callable[[Found], None] | None = None,
 ) -> Tally:
-    """Look at a whole store in this process; for callers that may hang with it. Raises what `survey` raises."""
+    """Look at a whole store in this process; for callers that may hang with it. Raises what `survey` raises.
+
+    `enter` is called for each sample that has earned a line in the manifest, at once, so that no kill makes it be read again.
+    """
     tally = Tally()
     for line in survey(Request(path, layout, dataset, identity, depth), content):
         tally.add(line)
     for folder in list(tally.shards):
         for line in survey(Request(path, layout, dataset, identity, depth, folder), content):
             tally.add(line)
+            if enter is not None and line.get("found", {}).get("enter"):
+                enter(tally.enter[-1])
     return tally

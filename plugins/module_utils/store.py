@@ -15,7 +15,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from ansible_collections.relight.recovery.plugins.module_utils import ckpt
@@ -57,7 +57,10 @@ class Hasher(Protocol):
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a manifest. `file` is the name within the shard directory; `digest` is that of the whole file."""
+    """One line of a manifest. `file` is the name within the shard directory; `digest` is that of the whole file.
+
+    `evidence` says what the line rests on, where it was not made while the file was written: see inventory.TRUST.
+    """
 
     index: int
     file: str
@@ -67,6 +70,7 @@ class Entry:
     run: str
     digest: str
     time: float
+    evidence: str = ""
 
 
 _ENTRY_TYPES: dict[str, tuple[type, ...]] = {
@@ -88,7 +92,11 @@ class Manifest:
         self.path = os.path.join(shard, MANIFEST)
 
     def append(self, entry: Entry) -> None:
-        append_line(self.path, json.dumps({"schema": SCHEMA, **asdict(entry)}, sort_keys=True))
+        """Raises OSError."""
+        told = {"schema": SCHEMA, **asdict(entry)}
+        if not entry.evidence:
+            del told["evidence"]
+        append_line(self.path, json.dumps(told, sort_keys=True))
 
     def forget(self, index: int) -> None:
         """Say that what is known of an index no longer holds, since its file was moved away. Raises OSError."""
@@ -103,7 +111,8 @@ class Manifest:
             if line.get("gone") is True and isinstance(line.get("index"), int):
                 found.pop(line["index"], None)
             elif all(isinstance(line.get(name), kinds) for name, kinds in _ENTRY_TYPES.items()):
-                entry = Entry(**{item.name: line[item.name] for item in fields(Entry)})
+                evidence = line.get("evidence")
+                entry = Entry(**{name: line[name] for name in _ENTRY_TYPES}, evidence=evidence if isinstance(evidence, str) else "")
                 found[entry.index] = entry
         return found
 

@@ -9,7 +9,7 @@ import os
 import select
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -127,7 +127,7 @@ def _forked(plan: Plan, request: Request) -> list[dict[str, Any]]:
         raise Failed(str(error), error.kind) from None
 
 
-def _folder(plan: Plan, folder: str, tally: Tally) -> None:
+def _folder(plan: Plan, folder: str, tally: Tally, enter: Callable[[Found], None]) -> None:
     """Take in one directory. A file at which a look hangs is unjudged, and the look begins again without it. Raises Hung, Failed."""
     request = replace(plan.request, folder=folder)
     done: list[str] = []
@@ -140,6 +140,8 @@ def _folder(plan: Plan, folder: str, tally: Tally) -> None:
                     done.append(os.path.basename(line["found"]["path"]))
                 if (hung and "found" in line and line["found"]["verdict"] == inventory.MISSING) or "temporaries" not in line or not hung:
                     tally.add(line)
+                    if line.get("found", {}).get("enter"):
+                        enter(tally.enter[-1])
             return
         except Hung as error:
             hung += 1
@@ -152,14 +154,17 @@ def _folder(plan: Plan, folder: str, tally: Tally) -> None:
             tally.add({"found": asdict(Found(path, index, inventory.UNJUDGED, what))})
 
 
-def look(plan: Plan) -> Tally:
-    """Look at the whole store. Raises Hung (with the directory as its name), Failed."""
+def look(plan: Plan, enter: Callable[[Found], None] = lambda found: None) -> Tally:
+    """Look at the whole store. Raises Hung (with the directory as its name), Failed.
+
+    `enter` is called for each sample that has earned a line in the manifest as soon as it was read.
+    """
     tally = Tally()
     try:
-        _folder(plan, "", tally)
+        _folder(plan, "", tally, enter)
         for folder in list(tally.shards):
             try:
-                _folder(plan, folder, tally)
+                _folder(plan, folder, tally, enter)
             except Hung as error:
                 raise Hung(os.path.join(folder, error.name)) from None
     except Hung as error:
@@ -226,7 +231,8 @@ def judge(tally: Tally) -> Gate:
         gate.problems += _problems_of(verdict, [item for item in tally.found if item.verdict == verdict])
     if tally.adopted:
         remedy = "none needed: their content was read, and the continuity check vouches for them"
-        what = f"{tally.adopted} samples were made before this store had manifests"
+        trust = ", ".join(f"{count} by {name}" for name, count in tally.trusted.items() if count and name != inventory.WRITTEN)
+        what = f"{tally.adopted} samples were made before this store had manifests; trusted {trust}"
         gate.problems.append(Problem("samples-adopted", "the store", what, remedy, Verdict.WARN))
     if not tally.fixed and tally.intact:
         remedy = "put the state directory's dataset folder back, or let the client fix the records again"
@@ -249,14 +255,23 @@ def actions(tally: Tally) -> list[str]:
     return moved + [f"enter {item.path} in its manifest, which lacks it" for item in tally.enter]
 
 
-def act(place: Store, tally: Tally) -> Tally:
-    """Move and enter what `actions` says; returns what the store holds then. Hold the store's lock. Raises OSError."""
+def enter(place: Store, found: Found) -> None:
+    """Enter one sample in its manifest. Hold the store's lock. Raises OSError."""
+    if found.enter is not None:
+        place.enter(os.path.dirname(found.path), Entry(**found.enter))
+
+
+def act(place: Store, tally: Tally, entered: Collection[str] = ()) -> Tally:
+    """Move and enter what `actions` says, but for the paths that are entered already; returns what the store holds then.
+
+    Hold the store's lock. Raises OSError.
+    """
     utc = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     moved = moves(tally)
     for item in moved:
         with suppress(FileNotFoundError):  # moved by a life of this act that was killed
             place.quarantine(item.path, item.verdict, utc, item.why)
     for item in tally.enter:
-        if item.enter is not None:
-            place.enter(os.path.dirname(item.path), Entry(**item.enter))
+        if item.path not in entered:
+            enter(place, item)
     return tally.after(moved)

@@ -20,6 +20,8 @@ description:
   - With O(state=quarantined), files that are torn, corrupt, foreign or doubtful are moved to C(quarantine) in the store, with the
     reason, under names that no reader lists. Nothing is deleted. Intact files that the manifest lacks are entered in it.
     While a client writes the store, nothing is moved.
+  - Samples that no manifest knows, such as those of a store that was made without Relight, are read newest first and entered one by
+    one as adopted, with what they are trusted by. A kill makes none of those be read again.
   - Killed at any moment and run again, it ends in the same state.
 attributes:
   check_mode:
@@ -99,7 +101,9 @@ gate:
     - The verdict with its evidence and problems.
     - Evidence is C(total), C(tokens_total), the number of samples C(intact), C(torn), C(corrupt), C(foreign), C(doubtful),
       C(unjudged), C(unread) and C(missing), C(bytes), C(tokens_intact), C(adopted), C(not_in_manifest), C(temporary_files) and
-      C(files_in_quarantine); with O(state=quarantined) also C(quarantined) and C(tokens_quarantined). Kinds are counted as they
+      C(files_in_quarantine); C(trusted_by) counts what the intact ones are trusted by, C(written) (a digest made while Relight wrote
+      them), C(checksums) or C(values) (read whole since), C(structure); C(compared_by_continuity) is how many samples passed
+      checks have compared; with O(state=quarantined) also C(quarantined) and C(tokens_quarantined). Kinds are counted as they
       were found, C(missing) as it is in the end.
   returned: always
   type: dict
@@ -111,6 +115,8 @@ actions:
 """
 
 import os
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
@@ -118,7 +124,7 @@ from ansible_collections.relight.recovery.plugins.module_utils import glue, surv
 from ansible_collections.relight.recovery.plugins.module_utils.dataset import HEADER
 from ansible_collections.relight.recovery.plugins.module_utils.durable import write_json
 from ansible_collections.relight.recovery.plugins.module_utils.gate import Gate, Problem, Verdict
-from ansible_collections.relight.recovery.plugins.module_utils.inventory import Request, Tally
+from ansible_collections.relight.recovery.plugins.module_utils.inventory import Found, Request, Tally
 from ansible_collections.relight.recovery.plugins.module_utils.layouts import UnknownLayout, layout
 from ansible_collections.relight.recovery.plugins.module_utils.store import Locked, Store
 
@@ -131,10 +137,38 @@ def _dataset(params: dict[str, Any]) -> str | None:
     return fixed if os.path.exists(os.path.join(fixed, HEADER)) else given
 
 
-def _look(module: AnsibleModule) -> Tally:
+def _look(module: AnsibleModule, enter: Callable[[Found], None] = lambda found: None) -> Tally:
     params = module.params
     request = Request(params["store"], params["layout"], _dataset(params), params["identity"], params["depth"])
-    return surveying.look(surveying.usable(surveying.Plan(request, params["host_python"], params["stall_seconds"])))
+    return surveying.look(surveying.usable(surveying.Plan(request, params["host_python"], params["stall_seconds"])), enter)
+
+
+class _Writing:
+    """The store, locked from the first write on, so that a look that finds nothing to do leaves no trace."""
+
+    def __init__(self, place: Store) -> None:
+        self.place = place
+        self.entered: set[str] = set()
+        self._held = ExitStack()
+        self._locked = False
+
+    def lock(self) -> None:
+        """Raises Locked, OSError."""
+        if not self._locked:
+            self._held.enter_context(self.place.exclusive("shard_inventory"))
+            self._locked = True
+
+    def enter(self, found: Found) -> None:
+        """Enter a sample at once, so that a kill does not make it be read again. Raises OSError."""
+        try:
+            self.lock()
+        except Locked:  # told at the end
+            return
+        surveying.enter(self.place, found)
+        self.entered.add(found.path)
+
+    def close(self) -> None:
+        self._held.close()
 
 
 def _write_missing(module: AnsibleModule, tally: Tally) -> None:
@@ -163,20 +197,34 @@ def _busy(tally: Tally, path: str, what: str) -> glue.Outcome:
 
 def _quarantine(module: AnsibleModule) -> glue.Outcome:
     place = Store(module.params["store"], layout(module.params["layout"], _dataset(module.params)))
+    if module.check_mode:
+        return _planned(module, place)
+    writing = _Writing(place)
+    try:
+        return _done(module, place, writing)
+    finally:
+        writing.close()
+
+
+def _planned(module: AnsibleModule, place: Store) -> glue.Outcome:
     tally = _look(module)
+    actions = surveying.actions(tally)
+    writer = place.writer() if actions else None
+    if writer:
+        return _busy(tally, place.path, f"the store is being written by {writer}")
+    return glue.Outcome(_quarantined(surveying.judge(tally), tally), bool(actions), actions)
+
+
+def _done(module: AnsibleModule, place: Store, writing: _Writing) -> glue.Outcome:
+    tally = _look(module, writing.enter)
     actions = surveying.actions(tally)
     if not actions:
         _write_missing(module, tally)
         return glue.Outcome(_quarantined(surveying.judge(tally), tally))
-    if module.check_mode:
-        writer = place.writer()
-        if writer:
-            return _busy(tally, place.path, f"the store is being written by {writer}")
-        return glue.Outcome(_quarantined(surveying.judge(tally), tally), True, actions)
     try:
-        with place.exclusive("shard_inventory"):
-            place.retell()
-            after = surveying.act(place, tally)
+        writing.lock()
+        place.retell()
+        after = surveying.act(place, tally, writing.entered)
     except Locked as error:
         return _busy(tally, place.path, str(error))
     _write_missing(module, after)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from ansible_collections.relight.recovery.plugins.module_utils import ckpt, inventory
+from ansible_collections.relight.recovery.plugins.module_utils import ckpt, inventory, surveying
 from ansible_collections.relight.recovery.plugins.module_utils.ckpt import TensorBytes
 from ansible_collections.relight.recovery.plugins.module_utils.dataset import BadDataset, FixedRecords
 from ansible_collections.relight.recovery.plugins.module_utils.layouts import (
@@ -332,7 +332,9 @@ def _norm(options: argparse.Namespace, source: Store) -> norms.FinalNorm | None:
 
 def _there(target: Store, dataset: str | None) -> frozenset[int]:
     """What is exported already and intact; what is not goes to quarantine and is made again. Raises BadInput, OSError."""
-    tally = inventory.take(target.path, target.layout.name, dataset, None, "headers", look_at_content)
+    tally = inventory.take(
+        target.path, target.layout.name, dataset, None, "headers", look_at_content, lambda found: surveying.enter(target, found)
+    )
     strange = [found for found in tally.found if found.verdict in (inventory.FOREIGN, inventory.UNJUDGED)]
     if strange:
         raise BadInput(f"{target.path} holds {len(strange)} files of something else ({strange[0].path} {strange[0].why}): export elsewhere")
@@ -340,7 +342,4 @@ def _there(target: Store, dataset: str | None) -> frozenset[int]:
     for found in tally.found:
         if found.verdict in inventory.MOVED:
             target.quarantine(found.path, found.verdict, utc, found.why)
-    for found in tally.enter:
-        if found.enter is not None:
-            target.enter(os.path.dirname(found.path), Entry(**found.enter))
     return frozenset(tally.intact_indices())

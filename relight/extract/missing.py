@@ -4,13 +4,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 
 import xxhash
-from ansible_collections.relight.recovery.plugins.module_utils import ckpt, inventory
-from ansible_collections.relight.recovery.plugins.module_utils.store import DIGEST, Entry, Manifest, Store
+from ansible_collections.relight.recovery.plugins.module_utils import ckpt, inventory, surveying
+from ansible_collections.relight.recovery.plugins.module_utils.store import DIGEST, Store
 
 from relight.extract import links
 from relight.extract.config import BadInput, Config
@@ -36,9 +35,12 @@ def stand(store: Store, fixed_folder: str, config: Config) -> Standing:
     `relight recover` decides about it. Raises BadInput, and what the inventory raises.
     """
     identity = links.identity(config, "")
-    tally = inventory.take(
-        store.path, config.layout, fixed_folder, {name: value for name, value in identity.items() if value}, "headers", look_at_content
-    )
+
+    def enter(found: inventory.Found) -> None:
+        surveying.enter(store, found)
+
+    wanted = {name: value for name, value in identity.items() if value}
+    tally = inventory.take(store.path, config.layout, fixed_folder, wanted, "headers", look_at_content, enter)
     bad = [found for found in tally.found if found.index is not None or found.verdict == inventory.UNJUDGED]
     stopping = [found for found in bad if found.verdict in (inventory.FOREIGN, inventory.UNJUDGED)]
     if stopping:
@@ -50,9 +52,6 @@ def stand(store: Store, fixed_folder: str, config: Config) -> Standing:
     utc = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     for found in bad:
         store.quarantine(found.path, found.verdict, utc, found.why)
-    for found in tally.enter:
-        if found.enter is not None:
-            Manifest(os.path.dirname(os.path.join(store.path, found.path))).append(Entry(**found.enter))
     size = tally.bytes - sum(found.bytes for found in tally.found)
     return Standing(tally.intact, tally.tokens_intact, size, tuple(tally.to_do()), len(bad), frozenset(tally.intact_indices()))
 

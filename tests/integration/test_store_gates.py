@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -237,3 +238,39 @@ def test_many_bad_samples_are_named_in_part_and_counted_in_full(tmp_path):
     assert codes(result) == ["sample-torn"] * 11
     assert result["gate"]["problems"][-1]["what"] == "2 more files are torn"
     assert result["gate"]["evidence"]["torn"] == 12
+
+
+def test_a_store_without_a_manifest_is_adopted_and_a_kill_costs_nothing(tmp_path):
+    """Every sample is read once: what a killed look has entered is not entered again."""
+    filled = fill(tmp_path, [400] * 40)
+    shutil.rmtree(filled.file(0).parent)
+    for index in range(40):
+        filled.file(index).parent.mkdir(exist_ok=True)
+        with open(filled.file(index), "wb") as handle:
+            filled.store.layout.write(handle, sample(index, 400, run="", extra={}))
+    os.unlink(Path(filled.store.path) / "runs.json")
+    options = {"store": filled.store.path, "dataset": str(filled.dataset), "state_dir": str(tmp_path / "state"), "state": "quarantined"}
+    options["host_python"] = sys.executable
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'collections'}:{ROOT}"}
+    module = subprocess.Popen(
+        [sys.executable, str(MODULES / "shard_inventory.py")], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment
+    )
+    assert module.stdin is not None
+    module.stdin.write(json.dumps({"ANSIBLE_MODULE_ARGS": options}).encode())
+    module.stdin.close()
+    deadline = time.monotonic() + 60
+    while len(filled.store.entries()) < 3 and module.poll() is None and time.monotonic() < deadline:
+        pass
+    module.send_signal(signal.SIGKILL)
+    module.wait()
+    before = len(filled.store.entries())
+    assert before >= 3
+    done = run_module("shard_inventory", **options)
+    assert (done["changed"], done["gate"]["verdict"], len(done["actions"])) == (before < 40, "warn", 40 - before)
+    assert codes(done) == ["samples-adopted"]
+    assert done["gate"]["evidence"]["trusted_by"]["checksums"] == 40
+    manifest = (filled.file(0).parent / "MANIFEST.jsonl").read_text().splitlines()
+    assert sorted(json.loads(line)["index"] for line in manifest) == list(range(40))
+    assert (filled.store.entries()[7].run, filled.store.entries()[7].evidence) == ("adopted", "checksums")
+    again = run_module("shard_inventory", **options)
+    assert (again["changed"], again["actions"]) == (False, [])

@@ -131,8 +131,9 @@ def test_samples_from_before_relight_are_adopted(tmp_path):
     tally = look(filled, "content")
     assert verdicts(tally) == {"intact": 4}
     assert tally.adopted == 4
-    entries = [item.enter for item in tally.enter]
-    assert [entry["run"] for entry in entries] == ["adopted"] * 4
+    entries = {item.index: item.enter for item in tally.enter}
+    assert [entry["run"] for entry in entries.values()] == ["adopted"] * 4
+    assert tally.evidence()["trusted_by"] == {"written": 0, "checksums": 4, "values": 0, "structure": 0}
     assert entries[2]["digest"] == f"xxh3_128:{xxhash.xxh3_128(Path(store.path_of(2)).read_bytes()).hexdigest()}"
 
 

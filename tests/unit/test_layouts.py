@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from ansible_collections.relight.recovery.plugins.module_utils import ckpt, inventory, layouts
+from ansible_collections.relight.recovery.plugins.module_utils import ckpt, inventory, layouts, surveying
 from ansible_collections.relight.recovery.plugins.module_utils.ckpt import TensorBytes
 from ansible_collections.relight.recovery.plugins.module_utils.dataset import FixedWriter
 from ansible_collections.relight.recovery.plugins.module_utils.records import Raw, id_bytes, record_digest, token_digest
-from ansible_collections.relight.recovery.plugins.module_utils.store import Manifest, Store
+from ansible_collections.relight.recovery.plugins.module_utils.store import Entry, Manifest, Store
 
 from relight.extract.states import file_of, states_of
 from relight.hostlook import look_at_content
@@ -258,3 +258,76 @@ def test_a_stray_below_a_store_that_is_walked_is_foreign(tmp_path):
         (Path(made.store.path) / "old").mkdir()
         (Path(made.store.path) / "old" / f"x{made.store.layout.suffixes[0]}").write_bytes(b"")
         assert verdicts(look(made, kind)).get("foreign", 0) == count
+
+
+# --- adoption ----------------------------------------------------------------------------------------------------------
+
+
+def bare(tmp_path, kind):
+    """A store of this form that nobody has written a manifest for, its files of different ages."""
+    made = filled(tmp_path, kind)
+    for index in range(len(LENGTHS)):
+        old = sample(index, LENGTHS[index], run="", extra={"norm": NORMS[kind]} if kind == "modelopt" else {})
+        with open(made.file(index), "wb") as handle:
+            made.store.layout.write(handle, old)
+        os.utime(made.file(index), (1000, 1000 + [30, 40, 10, 20][index]))
+    os.unlink(Manifest(str(made.file(0).parent)).path)
+    os.unlink(Path(made.store.path) / "runs.json")
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_nobody_vouches_for_is_read_newest_first_and_entered_at_once(tmp_path, kind):
+    made = bare(tmp_path, kind)
+    order = []
+
+    def enter(found):
+        order.append(found.index)
+        made.store.enter(str(Path(found.path).parent), Entry(**found.enter))
+        if len(order) == 2:
+            raise KeyboardInterrupt  # a kill, as far as the store can tell
+
+    with pytest.raises(KeyboardInterrupt):
+        inventory.take(made.store.path, kind, str(made.dataset), None, "headers", look_at_content, enter)
+    assert (order, sorted(made.store.entries())) == ([1, 0], [0, 1])
+    read = []
+
+    def watching(path, seen):
+        read.append(os.path.basename(path))
+        return look_at_content(path, seen)
+
+    tally = inventory.take(made.store.path, kind, str(made.dataset), None, "headers", watching)
+    assert read == [made.file(3).name, made.file(2).name]  # what was entered is not read again
+    evidence = tally.evidence()
+    trust = "values" if kind == "speculators" else "checksums"
+    assert evidence["trusted_by"] == {**dict.fromkeys(inventory.TRUST, 0), trust: 4}
+    assert (evidence["adopted"], evidence["intact"]) == (4, 4)
+    assert {entry.evidence for entry in made.store.entries().values()} == {trust}
+
+
+@pytest.mark.parametrize(("kind", "trust"), [("specforge", "checksums"), ("speculators", "structure"), ("modelopt", "checksums")])
+def test_without_a_host_environment_less_is_trusted_and_nothing_entered(tmp_path, kind, trust):
+    made = bare(tmp_path, kind)
+    tally = look(made, kind)
+    assert (tally.evidence()["trusted_by"][trust], tally.enter) == (4, [])
+    gate = surveying.judge(tally)
+    assert [problem.code for problem in gate.problems] == ["samples-adopted"]
+    assert f"trusted 4 by {trust}" in gate.problems[0].what
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_of_our_own_are_trusted_as_written(tmp_path, kind):
+    made = filled(tmp_path, kind)
+    made.store.add_link({"instance": "i", "verdict": "pass", "samples": 3})
+    made.store.add_link({"instance": "j", "verdict": "fail", "samples": 4})
+    evidence = look(made, kind).evidence()
+    assert (evidence["trusted_by"]["written"], evidence["compared_by_continuity"]) == (4, 3)
+
+
+def test_directories_without_a_manifest_come_first(tmp_path):
+    made = fill(tmp_path, [3] * 6)
+    place = Path(made.store.path)
+    for index, folder in enumerate(("rows_2000-4000", "rows_4000-6000", "rows_6000-8000")):
+        (place / folder).mkdir()
+        os.utime(place / folder, (1000, 1000 + index))
+    assert inventory.take(made.store.path, "specforge").shards == ["rows_6000-8000", "rows_4000-6000", "rows_2000-4000", "rows_0-2000"]
