@@ -78,19 +78,20 @@ def seen(**more):
 
 
 UNREAD = kernel_log.Log(error="/dev/kmsg: Operation not permitted")
-LOGS = [
-    (kernel_log.Log((), 6000.0), "auto", []),
-    (kernel_log.Log((event(),), 5300.0), "auto", [("storage-errors-logged", Verdict.FAIL)]),
-    (kernel_log.Log((event("vdb"),), 9000.0), "auto", [("storage-errors-logged", Verdict.WARN)]),
-    (kernel_log.Log((event("sda"),), 5300.0), "auto", []),
-    (UNREAD, "auto", []),
-    (UNREAD, "required", [("kernel-log-unreadable", Verdict.UNKNOWN)]),
-    (None, "off", []),
-]
+LOGS = {
+    "nothing": (kernel_log.Log((), 6000.0), "auto", []),
+    "errors five minutes ago": (kernel_log.Log((event(),), 5300.0), "auto", [("storage-errors-logged", Verdict.FAIL)]),
+    "errors an hour ago, of its disk": (kernel_log.Log((event("vdb"),), 9000.0), "auto", [("storage-errors-logged", Verdict.WARN)]),
+    "errors of another disk": (kernel_log.Log((event("sda"),), 5300.0), "auto", []),
+    "it may not be read": (UNREAD, "auto", []),
+    "it may not be read and was asked for": (UNREAD, "required", [("kernel-log-unreadable", Verdict.UNKNOWN)]),
+    "it was not asked for": (None, "off", []),
+}
 
 
-@pytest.mark.parametrize(("log", "asked", "wanted"), LOGS)
-def test_errors_of_this_storage_count_and_new_ones_more(log, asked, wanted):
+@pytest.mark.parametrize("case", LOGS)
+def test_errors_of_this_storage_count_and_new_ones_more(case):
+    log, asked, wanted = LOGS[case]
     gate = storage.judge(seen(log=log), storage.Need(kernel_log=asked))
     assert [(problem.code, problem.verdict) for problem in gate.problems] == wanted
     if log is UNREAD:

@@ -151,17 +151,17 @@ def test_without_a_baseline_nothing_is_compared():
     assert topology.judge(other, Query(2)).problems == []
 
 
-@pytest.mark.parametrize(
-    ("ranks", "says"),
-    [
-        ((waiting(0), waiting(1, state="T", silent_seconds=9.0)), "rank 1 (stopped, reducing, 3 rounds entered)"),
-        ((waiting(0), waiting(1, state="D", silent_seconds=9.0)), "rank 1 (in D state"),
-        ((waiting(0, entered=4), waiting(1)), "rank 1 (behind, reducing, 3 rounds entered)"),
-        ((waiting(0, phase="joining", entered=0), waiting(1, phase="importing", entered=0)), "rank 1 (behind, importing"),
-        ((waiting(0, silent_seconds=30.0), waiting(1)), "rank 0 (silent for 30 s"),
-        ((waiting(0), waiting(1)), "all 2 ranks live and wait for each other while reducing"),
-    ],
-)
+HANGS = [
+    ((waiting(0), waiting(1, state="T", silent_seconds=9.0)), "rank 1 (stopped, reducing, 3 rounds entered)"),
+    ((waiting(0), waiting(1, state="D", silent_seconds=9.0)), "rank 1 (in D state"),
+    ((waiting(0, entered=4), waiting(1)), "rank 1 (behind, reducing, 3 rounds entered)"),
+    ((waiting(0, phase="joining", entered=0), waiting(1, phase="importing", entered=0)), "rank 1 (behind, importing"),
+    ((waiting(0, silent_seconds=30.0), waiting(1)), "rank 0 (silent for 30 s"),
+    ((waiting(0), waiting(1)), "all 2 ranks live and wait for each other while reducing"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "says"), HANGS)
 def test_a_hang_names_who_keeps_the_others_waiting(ranks, says):
     (problem,) = collective.judge(collective.Reduced(PLAN, ranks, timed_out=True))
     assert says in problem.what
