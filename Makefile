@@ -20,7 +20,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test torture lint clean controller sglang
+.PHONY: help demo test torture test-storage bench-migrate lint clean controller sglang
 
 BIN := .venv/bin
 # An environment whose Python runs is kept: one laid over it by another Python would break it.

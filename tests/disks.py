@@ -42,6 +42,7 @@ def lacking() -> str:
     return "" if os.path.exists("/dev/loop-control") else "needs loop devices"
 
 
+long = pytest.mark.skipif("storage" not in os.environ.get("RELIGHT_LONG_TESTS", ""), reason="long: `make test-storage` runs it")
 needed = pytest.mark.skipif(bool(lacking()), reason=lacking() or "-")
 
 

@@ -52,6 +52,7 @@ from ansible_collections.relight.recovery.plugins.module_utils.migration_service
 FORMAT_SECONDS = 900.0
 MOUNT_SECONDS = 120.0
 PARTITION_SECONDS = 20.0
+ORPHAN_SECONDS = 60.0
 NAMED = 10
 PLANNED = "depends-on-planned-act"
 UTILS = "ansible_collections.relight.recovery.plugins.module_utils"
@@ -117,6 +118,10 @@ def command(*words: str, seconds: float = MOUNT_SECONDS, given: str | None = Non
 def act(state: str, context: Context) -> Outcome:
     """Look, judge, and bring the migration to this state."""
     seen = migration_plan.look(context.wish, context.journal)
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while migration_plan.begun(seen) and not seen.ours and not seen.exclusive and time.monotonic() < deadline:
+        time.sleep(0.5)  # what a killed run of ours had started is still formatting, and tells nobody when it ends
+        seen = migration_plan.look(context.wish, context.journal)
     if state in ("rolled_back", "reclaimed"):
         return _guarded(roll_back if state == "rolled_back" else reclaim, context, seen)
     gate, plan = migration_plan.judge(context.wish, seen, context.granted)

@@ -9,10 +9,12 @@ back is not read again. A read that hangs is left to a thread that nobody waits 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
 import queue
+import signal
 import stat
 import sys
 import threading
@@ -35,6 +37,7 @@ STUCK_MOST = 8  # threads left behind at hanging reads before the pass gives up
 LISTED = 1000  # unreadable or changing files that progress.json names; the rest is counted
 TRIES = 3  # of a file that changes while it is read
 RATE_SECONDS = 10.0
+PR_SET_PDEATHSIG = 1
 EXIT_DONE, EXIT_GAVE_UP, EXIT_STOPPED = 0, 4, 3
 
 
@@ -648,12 +651,28 @@ def _remove_tree(path: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run the job that the file tells. An exit by os._exit: a thread that hangs in the kernel keeps nobody waiting."""
-    code = Service(Job.load(argv[0])).run()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    """Run the job that the file tells, in a child.
+
+    A thread that hangs in the kernel keeps its process from ending. So that the unit ends nevertheless, its first process only waits
+    for the child's word; killed itself, it takes the child with it.
+    """
+    job = Job.load(argv[0])
+    parent = os.getpid()
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.close(reader)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(EXIT_GAVE_UP)
+        code = Service(job).run()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.write(writer, bytes([code]))
+        os._exit(code)
+    os.close(writer)
+    word = os.read(reader, 1)
+    return word[0] if word else EXIT_GAVE_UP
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

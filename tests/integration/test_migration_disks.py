@@ -7,13 +7,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
+from ansible_collections.relight.recovery.plugins.module_utils import migration, migration_acts, migration_watch
 
 from tests import disks
 from tests.disks import MIB
 
 pytestmark = disks.needed
+ENVIRONMENT = {**os.environ, **disks.UNIT_ENVIRONMENT}
 
 
 @pytest.fixture
@@ -243,6 +248,51 @@ def test_writers_of_others_are_named_and_ours_are_stopped(host):
         holder.wait()
     assert host.migrate("cut_over", target, **options)["gate"]["verdict"] == "pass"
     assert differences(host, host.root / "aside", host.data) == ""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="needs /dev/fuse for the faulty source")
+def test_a_source_that_fails_and_hangs_in_places_is_copied_around_them(host):
+    kept = host.root / "kept"
+    host.python("import sys; from pathlib import Path; from tests import trees; trees.make(Path(sys.argv[1]), large=6)", kept)
+    names = [f"store/rows_0-2000/data_{index}.ckpt" for index in (1, 4)]
+    faults = json.dumps({names[0]: "eio", names[1]: "hang"})
+    server = host.start(sys.executable, "-m", "tests.faulty_fs", kept, host.data, faults, stdout=subprocess.PIPE, env=ENVIRONMENT)
+    try:
+        assert server.stdout.readline() == b"ready\n"
+        folder, new = host.state / "migration", host.root / "new"
+        host.run("mkdir", folder, new)
+        host.write(new / migration.MARKER, "m1")
+        job = {"id": "m1", "source": str(host.data), "target": str(new), "folder": str(folder), "final": True}
+        host.write(folder / "job.json", json.dumps({**job, "digest": "blake2b_128", "stall_seconds": 2}))
+        # The unit ends although a thread of its hangs in the kernel.
+        service = host.start(sys.executable, "-m", migration_acts.SERVICE, folder / "job.json", env=ENVIRONMENT)
+        assert service.wait(60) == 0
+        done = json.loads(host.run("cat", folder / "progress.json").stdout)
+        assert (done["phase"], done["error"]) == ("done", None)
+        assert done["unreadable"] == {names[0]: "Input/output error", names[1]: "did not answer for 2 s"}
+        assert migration_watch.samples_of(done, "/data", "/data/store", "specforge") == {names[0]: 1, names[1]: 4}
+    finally:
+        server.kill()
+        server.wait()
+    missing = [line.split(maxsplit=1)[1] for line in differences(host, kept, new).splitlines() if line.startswith(">f")]
+    assert missing == names
+
+
+def test_a_source_that_does_not_answer_at_all_is_left_only_by_consent(host):
+    kept = host.root / "kept"
+    host.run("mkdir", kept)
+    target = host.disk("new", 400 * MIB)
+    server = host.start(sys.executable, "-m", "tests.faulty_fs", kept, host.data, "{}", stdout=subprocess.PIPE, env=ENVIRONMENT)
+    try:
+        assert server.stdout.readline() == b"ready\n"
+        os.kill(server.pid, signal.SIGSTOP)
+        result = host.migrate("planned", target, look_seconds=2, consent=[f"wipe:{target}"])
+        assert codes(result) == ["source-hung"]
+        assert consents(result) == [f"lazy-umount:{host.data}"]
+        assert result["gate"]["seconds"] < 20
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_a_full_target_and_a_failing_one_fail_the_copy_and_harm_nothing(host):
