@@ -22,6 +22,7 @@ NUMBERED = re.compile(r"-(\d{5,6})-of-(\d{5,6})\.safetensors$")
 # Where the text model's parts lie in the checkpoints that are served: plain, or nested in a multi-modal one.
 TEXT_MODEL = r"(?:model\.|language_model\.)*"
 LAYER = re.compile(rf"{TEXT_MODEL}layers\.(\d+)\.")
+HEAD = re.compile(rf"{TEXT_MODEL}lm_head\.weight$")  # what a trainer must be told where it is nested, as in Kimi-K2.5
 WIDTHS = re.compile(rf"{TEXT_MODEL}(?:embed_tokens|norm)\.weight$")
 
 
@@ -58,6 +59,7 @@ class Seen:
     unlisted: dict[str, str] = field(default_factory=dict)  # tensor: the shard that has it
     dtypes: dict[str, int] = field(default_factory=dict)  # dtype: bytes
     widths: dict[str, int] = field(default_factory=dict)  # tensor: its last extent
+    head: str | None = None  # the name of the output head; None where the embedding is the head
     layers: frozenset[int] = frozenset()
     fingerprint: str | None = None
     digests: dict[str, str | None] = field(default_factory=dict)  # file: its sha256, None where there is no such file
@@ -188,6 +190,8 @@ def _note(seen: Seen, layers: set[int], name: str, tensor: safetensors.Tensor) -
     layer = LAYER.match(name)
     if layer:
         layers.add(int(layer.group(1)))
+    elif HEAD.match(name):
+        seen.head = name
     elif WIDTHS.match(name) and tensor.shape and tensor.dtype in ("F32", "F16", "BF16"):
         seen.widths[name] = tensor.shape[-1]
 
@@ -234,6 +238,7 @@ def _evidence(seen: Seen, expected: Expected) -> dict[str, Any]:
         "bytes": sum(shard.file_bytes for shard in seen.shards),
         "dtype_bytes": dict(sorted(seen.dtypes.items())),
         "layers": len(seen.layers) or None,
+        "lm_head": seen.head,
         "fingerprint": seen.fingerprint,
         "digested_bytes": seen.digested_bytes,
         "compared_with": [name for name, given in (("fingerprint", expected.fingerprint), ("digests", expected.digests)) if given],

@@ -72,7 +72,8 @@ RETURN = r"""
 gate:
   description:
     - The verdict with its evidence and problems.
-    - Evidence is C(shards), C(tensors), C(bytes), C(dtype_bytes), C(layers), C(fingerprint), what it was C(compared_with)
+    - Evidence is C(shards), C(tensors), C(bytes), C(dtype_bytes), C(layers), C(lm_head) (the name of the
+      output head, which a trainer must be told where it is nested), C(fingerprint), what it was C(compared_with)
       and how many bytes were read for that (C(digested_bytes)).
   returned: always
   type: dict

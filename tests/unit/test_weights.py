@@ -337,3 +337,12 @@ def test_what_could_not_be_read_in_time_is_unknown(model, tmp_path):
     assert (gate.verdict.word, [p.code for p in gate.problems]) == ("unknown", ["weights-undigested"])
     done = weights.look(str(model), weights.Reading(tuple(known), str(tmp_path)))
     assert weights.judge(done, weights.Expected(digests=known)).verdict.word == "pass"
+
+
+@pytest.mark.parametrize(
+    ("name", "head"), [("lm_head.weight", "lm_head.weight"), ("language_model.lm_head.weight",) * 2, ("other.weight", None)]
+)
+def test_the_heads_name_is_told(tmp_path, name, head):
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": HIDDEN, "num_hidden_layers": 0}))
+    save_file({name: numpy.zeros((4, HIDDEN), numpy.float32)}, tmp_path / "model.safetensors")
+    assert weights.judge(weights.look(str(tmp_path)), weights.Expected()).evidence["lm_head"] == head
