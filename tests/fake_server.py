@@ -69,6 +69,7 @@ class Fake:
         self.layers: Sequence[int] = LAYERS
         self.computed: Sequence[int] | None = None  # the layers that it dumps, where they are not those that it tells
         self.final_scale = 1.0
+        self.norm = "post"  # which final state it dumps; one that is not the usual is told
         self.seed = 0
         self.noise = 0.0
         self.faults: dict[str, dict[str, Any]] = {}
@@ -83,6 +84,8 @@ class Fake:
             "schema": 1, "instance": self.instance, "pid": os.getpid(), "start_time": 0, "sglang": "0.5.23", "plugin": "0", "torch": "0",
             "layers": list(self.layers), "hidden_size": HIDDEN, "dtype": "float32", "model_path": "", "tp": 1, "boot_id": boot_id(),
         }  # fmt: skip
+        if self.norm != "post":
+            about["norm"] = self.norm
         self.place("server.json", json.dumps(about).encode())
 
     def place(self, name: str, data: bytes) -> None:
@@ -124,7 +127,7 @@ class Fake:
             ids = [*ids[:-1], ids[-1] + 1]
         meta = {
             "format": "relight-dump-1", "rid": rid, "tokens": str(len(meta_ids)), "token_digest": token_digest(meta_ids),
-            "layers": json.dumps(list(self.layers)), "norm": "post", "dtype": "float32", "instance": self.instance, "sglang": "0.5.23",
+            "layers": json.dumps(list(self.layers)), "norm": self.norm, "dtype": "float32", "instance": self.instance, "sglang": "0.5.23",
             "plugin": "0", "torch": "0", "tp": "1",
         }  # fmt: skip
         data = safetensors({"input_ids": np.asarray(ids, dtype="<i8"), "hidden_state": final, "aux_hidden_state": aux}, meta)
@@ -158,7 +161,7 @@ class Fake:
     async def control(self, request: web.Request) -> web.Response:
         """Set faults, delay and what is computed; `restart` makes it another instance."""
         told = await request.json()
-        for name in ("faults", "delay", "seed", "layers", "noise", "computed", "final_scale"):
+        for name in ("faults", "delay", "seed", "layers", "noise", "computed", "final_scale", "norm"):
             if name in told:
                 setattr(self, name, told[name])
         if told.get("restart"):

@@ -282,6 +282,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = Store(options.from_store, layout(options.from_layout, options.dataset))
         if not os.path.isdir(source.path):
             raise BadInput(f"there is no store {source.path}")
+        if options.to_layout not in (None, options.from_layout) and transfer.is_remote(options.to_store):
+            raise BadInput("another layout is made here; then carry it to another host with a second export, of that layout alone")
         if options.to_layout in (None, options.from_layout):
             return transfer.run(source, options.to_store, wanted, say)
         code, sentence = _convert(options, source, wanted)

@@ -35,9 +35,13 @@ class Held:
     entry: Entry
 
 
+def is_remote(place: str) -> bool:
+    return _REMOTE.match(place) is not None
+
+
 def run(source: Store, place: str, wanted: frozenset[int] | None, say: Callable[[str], None]) -> int:
     """Carry the samples that `wanted` names, all where it names none; the exit code. Raises BadInput, GiveUp, OSError."""
-    remote = _REMOTE.match(place) is not None
+    remote = is_remote(place)
     if not remote and os.path.realpath(place) == os.path.realpath(source.path):
         raise BadInput("the other place must not be the store itself")
     if remote and shutil.which("rsync") is None:

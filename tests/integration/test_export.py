@@ -197,6 +197,7 @@ def test_killed_and_run_again(tmp_path):
     [
         (("--to", "{store}", "--layout", "modelopt"), "another directory"),
         (("--to", "{new}", "--layout", "parquet"), "'parquet' is not one of"),
+        (("--to", "host:/x", "--layout", "modelopt"), "another layout is made here"),
         (("--to", "{new}", "--layout", "modelopt", "--only", "x"), "neither an index nor a range"),
         (("--to", "{new}", "--layout", "modelopt", "--model", "/nowhere"), "cannot read the model"),
     ],
