@@ -69,6 +69,9 @@ def make(found: Gathered, known: Mapping[str, Any] | None, now: float | None = N
     topology = _some(gates.get("topology_check"), TOPOLOGY)
     if topology.get("gpus"):
         topology["memory_limit_bytes"] = gates["topology_check"].get("memory_limit_bytes")  # no limit is worth knowing
+        if found.server and found.server.environment:  # what really ran, not what the inventory says
+            own = found.server.environment
+            topology["nccl_environment"] = {name: own[name] for name in sorted(own) if name.startswith("NCCL_")}
     before = (known or {}).get("topology") or {}
     if topology.get("gpus") and topology.get("bus_gb_s") is None and before.get("bus_gb_s") is not None:
         topology["bus_gb_s"] = before["bus_gb_s"]  # measured on idle GPUs once; a busy host keeps the number

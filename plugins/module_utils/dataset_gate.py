@@ -18,10 +18,12 @@ NAMED = 8
 
 @dataclass(frozen=True)
 class Expected:
-    """What the inventory says of the data; None where it says nothing."""
+    """What the inventory or the baseline says of the data; None where they say nothing. `digest` is of the first `digest_records`."""
 
     records: int | None = None
     tokens: int | None = None
+    digest: str | None = None
+    digest_records: int | None = None
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Seen:
     records: int = 0
     tokens: int | None = 0
     digest: str = ""
+    first_digest: str | None = None  # of as many records as the baseline's digest covers
     broken: str = ""
     changed: Some = field(default_factory=Some)
     duplicates: Some = field(default_factory=Some)
@@ -85,6 +88,8 @@ def _read(path: str, expected: Expected, fixed: FixedRecords | None, seen: Seen)
             seen.duplicates.add(f"{raw.id[:60]!r} of record {raw.position}")
         whole.add(raw.source)
         seen.records += 1
+        if expected.digest and seen.records == expected.digest_records:
+            seen.first_digest = whole.hexdigest()
         if expected.records is None or raw.position < expected.records:
             tokens = _tokens_of(raw, fixed, same)
             seen.tokens = None if tokens is None or seen.tokens is None else seen.tokens + tokens
@@ -146,7 +151,20 @@ def _problems(path: str, seen: Seen, expected: Expected) -> Iterator[Problem]:
     if seen.duplicates.count:
         what = f"{seen.duplicates.count} ids come twice: {seen.duplicates}"
         yield Problem("dataset-duplicate-id", path, what, "make ids unique, or leave them out")
+    if expected.digest and not seen.changed.count:
+        yield from _compare_digest(path, seen, expected, whole)
     yield from _compare(path, seen, expected, whole)
+
+
+def _compare_digest(path: str, seen: Seen, expected: Expected, whole: str) -> Iterator[Problem]:
+    """Against the baseline, whose digest covers the records that there were then: later ones may follow."""
+    if seen.first_digest is None:
+        if expected.records is None or seen.records >= expected.records:  # else the inventory's number tells it
+            what = f"{seen.records} records, the baseline was made of {expected.digest_records}"
+            yield Problem("dataset-count", path, what, whole)
+    elif seen.first_digest != expected.digest:
+        what = f"the digest of its first {expected.digest_records} records is {seen.first_digest}, the baseline says {expected.digest}"
+        yield Problem("dataset-other", path, what, whole)
 
 
 def _compare(path: str, seen: Seen, expected: Expected, whole: str) -> Iterator[Problem]:
@@ -155,7 +173,7 @@ def _compare(path: str, seen: Seen, expected: Expected, whole: str) -> Iterator[
     elif expected.records is not None and seen.records > expected.records:
         what = f"{seen.records} records, {seen.records - expected.records} more than the inventory expects"
         yield Problem("dataset-appended", path, what, "set relight_dataset_records to the new number", Verdict.WARN)
-    elif expected.records is None and expected.tokens is None and seen.fixed is None:
+    elif expected.records is None and expected.tokens is None and expected.digest is None and seen.fixed is None:
         what = "neither the inventory nor a first run says what it should hold"
         yield Problem("no-baseline", path, what, "set relight_dataset_records and relight_dataset_tokens", Verdict.WARN)
     if expected.tokens is None or (expected.records is not None and seen.records < expected.records):

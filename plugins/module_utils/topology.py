@@ -367,11 +367,23 @@ def _baseline_problems(seen: Seen, query: Query) -> Iterator[Problem]:
     for name in ("driver", "cuda", "nccl", "torch"):
         if known.get(name) and now[name] and known[name] != now[name]:
             yield Problem("version-differs", name, f"{now[name]}, the baseline says {known[name]}", again, Verdict.WARN)
+    yield from _setting_problems(now["nccl_environment"], known.get("nccl_environment"), query)
     limit, before = now["memory_limit_bytes"], known.get("memory_limit_bytes")
     if limit is not None and (before is None or limit < before) and "memory_limit_bytes" in known:
         what = f"the memory limit is {limit} bytes, in the baseline it was {before or 'none'}"
         yield Problem("memory-limit-differs", "container", what, "give the container its memory back", Verdict.WARN)
     yield from _gpu_problems(now["gpus"], known.get("gpus") or [], again)
+
+
+def _setting_problems(now: dict[str, str], before: Mapping[str, str] | None, query: Query) -> Iterator[Problem]:
+    """NCCL's settings of the launch beside those of the server that ran well."""
+    if before is None or not query.env:
+        return
+    changed = [f"{name} {now.get(name, 'unset')}, before {before.get(name, 'unset')}" for name in sorted({*now, *before})]
+    changed = [text for text, name in zip(changed, sorted({*now, *before})) if now.get(name) != before.get(name)]
+    if changed:
+        remedy = "set relight_sglang_env as the server had it, or adopt again once the new settings are proven"
+        yield Problem("nccl-settings-differ", "relight_sglang_env", "; ".join(changed), remedy, Verdict.WARN)
 
 
 def _gpu_problems(now: list[dict[str, Any]], known: list[dict[str, Any]], again: str) -> Iterator[Problem]:

@@ -31,6 +31,12 @@ options:
   tokens:
     description: How many tokens its first O(records) records hold together.
     type: int
+  digest:
+    description: The digest that this gate gave of the data's first O(digest_records) records on a healthy host.
+    type: str
+  digest_records:
+    description: How many records O(digest) covers.
+    type: int
   baseline:
     description: The directory of the records that the first run fixed. By default the C(dataset) folder of O(state_dir).
     type: path
@@ -79,7 +85,7 @@ def check(module: AnsibleModule) -> glue.Outcome:
     path, baseline = params["path"], params["baseline"]
     if not baseline and params["state_dir"]:
         baseline = os.path.join(params["state_dir"], "dataset")
-    expected = Expected(params["records"], params["tokens"])
+    expected = Expected(params["records"], params["tokens"], params["digest"], params["digest_records"])
     try:
         seen = bounded.call(look, (path, baseline, expected), params["timeout_seconds"])
     except bounded.TimedOut as error:
@@ -100,10 +106,13 @@ def main() -> None:
             "path": {"type": "path", "required": True},
             "records": {"type": "int"},
             "tokens": {"type": "int", "no_log": False},
+            "digest": {"type": "str"},
+            "digest_records": {"type": "int"},
             "baseline": {"type": "path"},
             "timeout_seconds": {"type": "float", "default": 600.0},
             **glue.COMMON,
         },
+        required_by={"digest": ("digest_records",)},
         supports_check_mode=True,
     )
     glue.main(module, "dataset_check", lambda: check(module))

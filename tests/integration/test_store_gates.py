@@ -216,6 +216,26 @@ def test_dataset_check_as_a_module(tmp_path):
     assert (gone["gate"]["verdict"], codes(gone)) == ("fail", ["dataset-missing"])
 
 
+def test_dataset_check_compares_the_records_that_the_baseline_covers(tmp_path):
+    path = tmp_path / "data.jsonl"
+
+    def write(*records):
+        path.write_text("".join(json.dumps({"input_ids": ids, "loss_mask": [1] * len(ids)}) + "\n" for ids in records))
+
+    write([1, 2, 3], [4, 5])
+    digest = run_module("dataset_check", path=str(path))["gate"]["evidence"]["digest"]
+    known = {"path": str(path), "digest": digest, "digest_records": 2}
+    assert codes(run_module("dataset_check", **known)) == []
+    write([1, 2, 3], [4, 5], [6])
+    assert codes(run_module("dataset_check", **known)) == [], "records may follow"
+    write([1, 2, 3], [4, 6])
+    other = run_module("dataset_check", **known)
+    assert (other["gate"]["verdict"], codes(other)) == ("fail", ["dataset-other"])
+    write([1, 2, 3])
+    assert codes(run_module("dataset_check", **known)) == ["dataset-count"]
+    assert codes(run_module("dataset_check", records=2, **known)) == ["dataset-count"]
+
+
 def test_dataset_check_finds_the_fixed_records_in_the_state_directory(tmp_path):
     filled = fill(tmp_path, [3, 2])
     state = tmp_path / "state"

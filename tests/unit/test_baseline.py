@@ -40,13 +40,16 @@ def server(**more):
     return changed(server=Server(**{**{name: getattr(SERVER, name) for name in SERVER.__dataclass_fields__}, **more}))
 
 
+OWN = {"memory_limit_bytes": None, "nccl_environment": {"NCCL_PROTO": "LL"}}  # what the server itself was started with
+
+
 def test_what_gates_saw_is_recorded_and_what_only_describes_a_look_is_not():
     made = baseline.make(WELL, None, 0)
     assert made["time"] == "1970-01-01T00:00:00Z"
     assert made["weights"] == {"path": "/m", "fingerprint": "headers:1", "shards": 1, "tensors": 6, "bytes": 99, "digests": {"a": "1"}}
     assert made["dataset"] == {"path": "/d", "records": 3, "tokens": 9, "bytes": 70, "digest": "d"}
     assert made["hidden_states"] == {"layers_captured": [1, 14, 26]}
-    assert made["topology"] == {"driver": "570", "gpus": [{"uuid": "GPU-0"}], "bus_gb_s": 40.0, "memory_limit_bytes": None}
+    assert made["topology"] == {"driver": "570", "gpus": [{"uuid": "GPU-0"}], "bus_gb_s": 40.0, **OWN}
     assert baseline.make(changed(gates={}), None)["topology"] == {}, "a host without GPUs has no topology"
 
 

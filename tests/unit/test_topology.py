@@ -146,6 +146,16 @@ def test_a_lost_nvlink_fails_against_the_baseline_and_silences_the_pcie_warnings
     assert [(p.code, p.where, p.verdict) for p in gate.problems] == [("link-lost", "GPU 0", Verdict.FAIL)]
 
 
+def test_the_launch_is_compared_with_the_settings_of_the_server_that_ran():
+    known = {**BASELINE, "nccl_environment": {"NCCL_PROTO": "LL", "NCCL_ALGO": "Ring"}}
+    same = Query(2, baseline=known, env={"NCCL_PROTO": "LL", "NCCL_ALGO": "Ring", "OTHER": "x"})
+    assert topology.judge(GOOD, same).problems == []
+    other = Query(2, baseline=known, env={"NCCL_PROTO": "Simple", "NCCL_DEBUG": "INFO"})
+    (problem,) = topology.judge(GOOD, other).problems
+    assert (problem.code, problem.verdict) == ("nccl-settings-differ", Verdict.WARN)
+    assert problem.what == "NCCL_ALGO unset, before Ring; NCCL_DEBUG INFO, before unset; NCCL_PROTO Simple, before LL"
+
+
 def test_without_a_baseline_nothing_is_compared():
     other = stack(driver="1.2", module="1.2", libraries={}, devices=(gpu(0, pci="0000:77:00.0", ecc=False), gpu(1)))
     assert topology.judge(other, Query(2)).problems == []
