@@ -112,6 +112,8 @@ def _arguments(options: argparse.Namespace) -> list[str]:
     words += [word for value in options.extra_vars for word in ("-e", value)]
     if options.consent:
         words += ["-e", json.dumps({"relight_consent": options.consent})]
+    if getattr(options, "after_the_fact", False):
+        words += ["-e", json.dumps({"relight_adopt_after_the_fact": True})]
     for name in ("tags", "skip_tags", "limit"):
         words += [word for value in getattr(options, name) for word in (f"--{name.replace('_', '-')}", value)]
     words += ["--check"] if options.check else []
@@ -134,6 +136,9 @@ def _parser(name: str) -> argparse.ArgumentParser:
         metavar="NAME",
         help="consent to one thing by its exact name, as the run printed it; may be repeated",
     )
+    if name == "adopt":
+        text = "the host is broken: gather what is left of it, refuse nothing, and never replace the baseline of the healthy host"
+        parser.add_argument("--after-the-fact", action="store_true", help=text)
     parser.add_argument("-t", "--tags", action="append", default=[], help="only these stages")
     parser.add_argument("--skip-tags", action="append", default=[], help="all but these stages")
     parser.add_argument("-l", "--limit", action="append", default=[], help="only these hosts")

@@ -81,6 +81,13 @@ def test_options_reach_ansible_as_they_were_said():
     assert further == ["--forks", "3"]
 
 
+def test_adopt_alone_takes_a_broken_host():
+    options, further = plays._parser("adopt").parse_known_args(["--after-the-fact"])
+    assert (plays._arguments(options), further) == (["-e", '{"relight_adopt_after_the_fact": true}'], [])
+    assert plays._arguments(plays._parser("adopt").parse_known_args([])[0]) == []
+    assert plays._parser("recover").parse_known_args(["--after-the-fact"])[1] == ["--after-the-fact"]
+
+
 def test_the_line_to_paste_is_shown(tmp_path):
     value = report.read(written(tmp_path, "not-clear", paste="relight recover --consent x"))
     assert report.text(value).splitlines()[-2:] == ["To consent, paste: relight recover --consent x", "relight: not-clear"]
