@@ -18,7 +18,7 @@ from tests import disks, trees
 from tests.disks import MIB
 from tests.supervisor import wait_for
 
-pytestmark = [disks.needed, disks.long, pytest.mark.timeout(400)]
+pytestmark = [disks.needed, disks.long, pytest.mark.timeout(600)]
 KILLS = 2
 
 
@@ -137,12 +137,14 @@ def kill_service(host, state, target, rng, options):
     wanted = "live" if state == "copied" else "final"
     count = 0
     for _ in range(2 * KILLS):
-        pid = None
-        while pid is None and not host.progress(wanted)["settled"]:
-            deadline = time.monotonic() + 1
+        pid = service_pid(host)
+        while pid is None:
+            deadline = time.monotonic() + 0.7
             while pid is None and time.monotonic() < deadline:
-                pid = service_pid(host)
                 time.sleep(0.001)
+                pid = service_pid(host)
+            if pid is None and host.progress(wanted)["settled"]:
+                break
         if pid is None:
             break
         time.sleep(rng.uniform(0.0, 0.25))
