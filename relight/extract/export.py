@@ -118,11 +118,14 @@ class Export:
             raise Unusable("is not in the manifest: let the inventory judge and enter it first")
         self._judge_run(entry)
         path = self.source.path_of(index)
-        if not os.path.exists(path):
-            raise Unusable("is in the manifest only")
-        if file_digest(path, os.path.getsize(path)) != entry.digest:
-            raise Unusable("does not match the digest in its manifest")
-        seen = self.source.layout.look(path)
+        try:
+            if file_digest(path, os.path.getsize(path)) != entry.digest:
+                raise Unusable("does not match the digest in its manifest")
+            seen = self.source.layout.look(path)
+        except FileNotFoundError:
+            raise Unusable("is in the manifest only") from None
+        except OSError as error:
+            raise Unusable(f"cannot be read: {error.strerror or error}") from None
         with file_of(path) as file:
             sample = self._sample(entry, seen, file)
             self._tell_run(sample)

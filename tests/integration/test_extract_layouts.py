@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from ansible_collections.relight.recovery.plugins.module_utils import inventory
-from ansible_collections.relight.recovery.plugins.module_utils.layouts import layout
+from ansible_collections.relight.recovery.plugins.module_utils.ckpt import TensorBytes
+from ansible_collections.relight.recovery.plugins.module_utils.layouts import Sample, layout
+from ansible_collections.relight.recovery.plugins.module_utils.records import id_bytes, token_digest
 from ansible_collections.relight.recovery.plugins.module_utils.store import Store
 
 from relight.extract.states import file_of, states_of
@@ -88,3 +90,36 @@ def test_a_final_state_of_the_other_kind_is_refused(work: Work, config: dict[str
 def test_a_layout_that_cannot_hold_what_the_identity_says_is_bad_input(work: Work) -> None:
     code, said = work.run(layout="specforge", identity={"norm": "pre"})
     assert (code, "the layout specforge holds the final state post-norm, and the identity says 'pre'" in said) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "norm", "trust"), [("specforge", "post", "checksums"), ("speculators", "pre", "values"), ("modelopt", "post", "checksums")]
+)
+def test_a_store_that_others_began_is_adopted_vouched_for_and_finished(work: Work, kind: str, norm: str, trust: str) -> None:
+    """Its samples have no manifest and no runs: they are read, entered, compared with the server, and then added to."""
+    work.control(norm=norm)
+    (work.path / "elsewhere").mkdir()
+    assert work.run(layout=kind, store=str(work.path / "elsewhere" / "store"))[0] == 0  # fixes the records
+    work.control(restart=True)
+    old = Store(str(work.store), layout(kind, str(work.state / "dataset")))
+    for index in range(10):
+        ids, mask = work.data[index]["input_ids"], work.data[index]["loss_mask"]
+        final, aux = sample(ids)
+        tensors = {
+            "input_ids": TensorBytes("int64", (len(ids),), id_bytes(ids)),
+            "loss_mask": TensorBytes("int64", (len(ids),), id_bytes(mask)),
+            "hidden_state": TensorBytes("float32", final.shape, final.tobytes()),
+            "aux_hidden_state": TensorBytes("float32", aux.shape, aux.tobytes()),
+        }
+        os.makedirs(os.path.dirname(old.path_of(index)), exist_ok=True)
+        with open(old.path_of(index), "wb") as handle:
+            old.layout.write(handle, Sample(index, len(ids), token_digest(ids), "", tensors))
+    code, said = work.run(layout=kind)
+    assert (code, "no passed continuity check links" in said) == (4, True)
+    assert {entry.run for entry in old.entries().values()} == {"adopted"}
+    assert work.continuity(layout=kind)["verdict"] == "pass"
+    assert work.run(layout=kind)[0] == 0
+    assert right(work, kind) == list(range(24))
+    evidence = inventory.take(str(work.store), kind, str(work.state / "dataset")).evidence()
+    assert {name: count for name, count in evidence["trusted_by"].items() if count} == {"written": 14, trust: 10}
+    assert (evidence["adopted"], evidence["compared_by_continuity"]) == (10, 4)
