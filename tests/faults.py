@@ -138,8 +138,15 @@ def of_baseline() -> Iterator[Row]:
             yield row(f"baselines: {case}", baseline.check(known, copy, error, "h1", required))
 
 
+def of_serving() -> Iterator[Row]:
+    for case, (serving, codes) in test_baseline.SERVES.items():
+        if codes:
+            known = test_baseline.KNOWN
+            yield row(f"what will serve: {case}", baseline.check(known, known, None, "h1", False, serving))
+
+
 def table() -> str:
-    parts = (of_weights, of_topology, of_storage, of_ceph, of_baseline)
+    parts = (of_weights, of_topology, of_storage, of_ceph, of_baseline, of_serving)
     lines = [f"| {' | '.join(cells)} |" for part in parts for cells in part()]
     return HEAD + "\n".join(lines) + "\n"
 

@@ -199,8 +199,18 @@ def differences(copy: Mapping[str, Any] | None, copy_error: str | None, known: M
     return []
 
 
-def check(known: Mapping[str, Any] | None, copy: Mapping[str, Any] | None, copy_error: str | None, host: str, required: bool) -> Gate:
-    """The gate of an ordinary run: is there a baseline, is it this host's, and does the host's copy agree?"""
+def check(
+    known: Mapping[str, Any] | None,
+    copy: Mapping[str, Any] | None,
+    copy_error: str | None,
+    host: str,
+    required: bool,
+    serving: Mapping[str, Any] | None = None,
+) -> Gate:
+    """The gate of an ordinary run: is there a baseline, is it this host's, does the host's copy agree, and will the same serve?
+
+    `serving` is the evidence of hs_patch_check, where it looked.
+    """
     gate = Gate("baseline_check", {"baseline": bool(known), "copy": bool(copy)})
     gate.problems += differences(copy, copy_error, known)
     if not known:
@@ -219,7 +229,25 @@ def check(known: Mapping[str, Any] | None, copy: Mapping[str, Any] | None, copy_
     if not copy and not copy_error:
         what = "the host has no copy: its state directory is new, or was lost"
         gate.problems.append(Problem("baseline-differs", COPY, what, "run adopt.yml once the host is clear", Verdict.WARN))
+    gate.problems += _serving_problems(known, serving or {})
     return gate
+
+
+def _serving_problems(known: Mapping[str, Any], serving: Mapping[str, Any]) -> list[Problem]:
+    """Versions may change, and continuity then proves that nothing else did; the layers that are captured may not."""
+    problems = []
+    software, states = known.get("software") or {}, known.get("hidden_states") or {}
+    for name in SOFTWARE:
+        if software.get(name) and serving.get(name) and software[name] != serving[name]:
+            what = f"{serving[name]}, the baseline says {software[name]}"
+            remedy = "set it back, or let continuity prove it and adopt again"
+            problems.append(Problem("version-differs", name.replace("_version", ""), what, remedy, Verdict.WARN))
+    before, now = states.get("layers_captured"), serving.get("layers_captured")
+    if before and now and list(before) != list(now):
+        what = f"the outputs of layers {now} would be captured, the baseline says {before}"
+        remedy = "correct relight_dump_layers, or go back to the SGLang version of the baseline"
+        problems.append(Problem("baseline-layers", "hidden states", what, remedy))
+    return problems
 
 
 # The host's copy

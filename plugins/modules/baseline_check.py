@@ -25,6 +25,10 @@ options:
     description: The controller's baseline; empty where there is none.
     type: dict
     default: {}
+  serving:
+    description: The evidence of M(relight.recovery.hs_patch_check). Versions and captured layers are compared with the baseline.
+    type: dict
+    default: {}
   required:
     description: Whether a host without a baseline is V(warn).
     type: bool
@@ -64,7 +68,7 @@ from ansible_collections.relight.recovery.plugins.module_utils import baseline, 
 def run(module: AnsibleModule) -> glue.Outcome:
     params = module.params
     copy, copy_error = baseline.read_copy(params["state_dir"])
-    return glue.Outcome(baseline.check(params["baseline"], copy, copy_error, params["host"], params["required"]))
+    return glue.Outcome(baseline.check(params["baseline"], copy, copy_error, params["host"], params["required"], params["serving"]))
 
 
 def main() -> None:
@@ -74,6 +78,7 @@ def main() -> None:
             "state_dir": {"type": "path", "required": True},
             "host": {"type": "str", "required": True},
             "baseline": {"type": "dict", "default": {}},
+            "serving": {"type": "dict", "default": {}},
             "required": {"type": "bool", "default": False},
         },
         supports_check_mode=True,

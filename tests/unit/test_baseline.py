@@ -113,6 +113,23 @@ def test_an_ordinary_run_compares_the_copies(case):
     assert (gate.verdict, [problem.code for problem in gate.problems]) == (verdict, codes)
 
 
+SERVING = {"sglang_version": "0.5.23", "layers_captured": [1, 14, 26]}
+SERVES = {
+    "the same": (SERVING, []),
+    "nothing looked": ({}, []),
+    "the plugin is not there yet": ({"sglang_version": "0.5.23", "layers_captured": None}, []),
+    "another SGLang": ({**SERVING, "sglang_version": "0.6.0"}, [("version-differs", WARN)]),
+    "a version that shifts the layers": ({**SERVING, "layers_captured": [2, 15, 27]}, [("baseline-layers", FAIL)]),
+}
+
+
+@pytest.mark.parametrize("case", SERVES)
+def test_what_will_serve_is_compared(case):
+    serving, wanted = SERVES[case]
+    gate = baseline.check(KNOWN, KNOWN, None, "h1", False, serving)
+    assert [(problem.code, problem.verdict) for problem in gate.problems] == wanted
+
+
 def test_the_hosts_copy_is_read_back_and_a_torn_one_is_told(tmp_path):
     state = str(tmp_path / "state")
     assert baseline.read_copy(state) == (None, None)
