@@ -117,13 +117,15 @@ def command(*words: str, seconds: float = MOUNT_SECONDS, given: str | None = Non
 
 def act(state: str, context: Context) -> Outcome:
     """Look, judge, and bring the migration to this state."""
+    if state == "released":  # on a host that never had a migration, nothing of its disks is looked at
+        return _guarded(release, context, migration_plan.unseen(migration.read(context.state_dir)))
     seen = migration_plan.look(context.wish, context.journal)
     deadline = time.monotonic() + ORPHAN_SECONDS
     while migration_plan.begun(seen) and not seen.ours and not seen.exclusive and time.monotonic() < deadline:
         time.sleep(0.5)  # what a killed run of ours had started is still formatting, and tells nobody when it ends
         seen = migration_plan.look(context.wish, context.journal)
-    if state in ("rolled_back", "reclaimed"):
-        return _guarded(roll_back if state == "rolled_back" else reclaim, context, seen)
+    if state in ENDS:
+        return _guarded(ENDS[state], context, seen)
     gate, plan = migration_plan.judge(context.wish, seen, context.granted)
     context.gate = gate
     if state == "planned" or gate.verdict >= Verdict.FAIL or migration_plan.finished(seen):
@@ -745,6 +747,31 @@ def reclaim(context: Context, seen: Seen) -> None:
     context.save(record, "reclaimed")
 
 
+# --- leave -------------------------------------------------------------------------------------------------------------
+
+
+def release(context: Context, seen: Seen) -> None:
+    """What Relight put on the host for the migration goes: the unit and the guard. Mounts, table, data and manifests stay. Raises Stop."""
+    record = seen.record
+    context.gate = Gate(NAME, migration_plan.evidence(context.wish, seen))
+    name = context.manager.canonical(migration.UNIT)
+    if name in context.manager.units() and units.OURS in units.file_text(context.manager.unit_file(migration.UNIT)):
+        context.actions.append(f"remove {name}")
+        if not context.check:
+            context.manager.remove(migration.UNIT)
+    if record is None or not record.guarded:
+        return
+    context.actions.append(f"take the guard ({record.guarded}) off the bare directory {record.data}")
+    if context.check:
+        return
+    try:
+        bare.guard(record.data, on=False)
+    except (bounded.TimedOut, bounded.ChildFailed) as error:
+        remedy = "see the file system that holds the mount point"
+        raise stop("mount-point-not-guarded", record.data, f"the guard stays: {error}", remedy) from None
+    context.save(record, guarded="")
+
+
 def _unproven(path: str, folder: str) -> list[tuple[str, str]]:
     """What of the old tree the manifest does not prove, up to a few. Raises OSError."""
     entries = migration.read_manifest(os.path.join(folder, "manifest.jsonl"))
@@ -782,3 +809,4 @@ STATES = {
     "verified": copy_final,
     "cut_over": cut_over,
 }
+ENDS = {"rolled_back": roll_back, "reclaimed": reclaim}

@@ -109,6 +109,11 @@ def spent_on(journal: Journal) -> dict[str, str]:
     }
 
 
+def unseen(record: Record | None) -> Seen:
+    """The record alone, with nothing looked at."""
+    return Seen(record, (), (), None, None, "", False, Source(), ())
+
+
 def look(wish: Wish, journal: Journal) -> Seen:
     """Raises OSError, blockdev.CannotLook, migration.NotOurs, bounded.TimedOut, bounded.ChildFailed."""
     record = migration.read(wish.state_dir)

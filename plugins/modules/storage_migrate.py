@@ -33,8 +33,9 @@ options:
       - V(cut_over) edits the table of mounts and mounts the new file system in place of the old one, which goes aside, read-only.
       - V(rolled_back) undoes it all, until the old disk is reclaimed.
       - V(reclaimed) gives the old disk up, with consent and by the manifest's proof.
+      - V(released) takes the unit and the guard of the bare directory away, for when Relight leaves the host.
     type: str
-    choices: [planned, prepared, copied, quiesced, verified, cut_over, rolled_back, reclaimed]
+    choices: [planned, prepared, copied, quiesced, verified, cut_over, rolled_back, reclaimed, released]
     default: planned
   path:
     description: The mount point that is moved.
@@ -213,7 +214,7 @@ def run(module: AnsibleModule) -> glue.Outcome:
 
 
 def main() -> None:
-    states = ["planned", "prepared", "copied", "quiesced", "verified", "cut_over", "rolled_back", "reclaimed"]
+    states = ["planned", "prepared", "copied", "quiesced", "verified", "cut_over", "rolled_back", "reclaimed", "released"]
     module = AnsibleModule(
         argument_spec={
             **glue.COMMON,

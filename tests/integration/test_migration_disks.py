@@ -114,6 +114,11 @@ def test_a_whole_move_there_and_back_and_the_old_disk_given_up(host, fstype, par
     assert host.uuid(host.device("old")) == ""
     assert host.migrate("reclaimed", target)["changed"] is False
     assert codes(host.migrate("rolled_back", target)) == ["migration-reclaimed"]
+    # Leaving: unit and guard go, the data stays where it is.
+    assert len(host.migrate("released", target)["actions"]) == 2
+    assert host.migrate("released", target)["changed"] is False
+    host.run("unshare", "-m", "sh", "-c", f"umount {host.data} && touch {host.data}/x && rm {host.data}/x")
+    assert host.mounted(host.data) == new
     assert host.whole(target, fstype=fstype, partitioned=partitioned)[-1]["changed"] is False
 
 
