@@ -94,7 +94,7 @@ def test_every_used_variable_of_the_collection_has_a_default(role):
 
 def test_sanity_passes_over_the_licence_of_every_module_and_nothing_else():
     """ansible-test wants the GPL; Relight is Apache-2.0. No other rule is ignored anywhere."""
-    modules = sorted(path.name for path in (ROOT / "plugins" / "modules").glob("*.py"))
-    wanted = [f"plugins/modules/{name} validate-modules:missing-gplv3-license  # Relight is Apache-2.0" for name in modules]
+    judged = sorted(str(path.relative_to(ROOT)) for kind in ("lookup", "modules") for path in (ROOT / "plugins" / kind).glob("*.py"))
+    wanted = [f"{path} validate-modules:missing-gplv3-license  # Relight is Apache-2.0" for path in judged]
     for version in ("2.19", "2.20", "2.21"):
         assert (ROOT / "tests" / "sanity" / f"ignore-{version}.txt").read_text().splitlines() == wanted
