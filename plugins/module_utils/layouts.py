@@ -488,13 +488,13 @@ class ModelOpt:
 
     def _judge_shapes(self, ids: ckpt.Tensor, mask: ckpt.Tensor | None, final: ckpt.Tensor, aux: ckpt.Tensor) -> None:
         """[L], [L], [L,H], [L,nH]. Raises ckpt.Strange."""
-        tokens = ids.shape[0] if len(ids.shape) == 1 and not ids.stride else 0
+        tokens = ids.shape[0] if len(ids.shape) == 1 else 0
         for name, tensor in (("hidden_states", final), ("aux_hidden_states", aux)):
             if not tokens or len(tensor.shape) != 2 or tensor.shape[0] != tokens or not tensor.shape[1]:
                 raise ckpt.Strange(f"has {name} in the shape {list(tensor.shape)} for input_ids in the shape {list(ids.shape)}")
         if aux.shape[1] % final.shape[1]:
             raise ckpt.Strange(f"has auxiliary states of {aux.shape[1]} numbers for final ones of {final.shape[1]}")
-        if mask is not None and (mask.shape != (tokens,) or mask.stride):
+        if mask is not None and (mask.shape != (tokens,)):
             raise ckpt.Strange(f"has loss_mask in the shape {list(mask.shape)} for {tokens} tokens")
         _judge_states((final.dtype, aux.dtype))
 

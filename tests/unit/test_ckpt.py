@@ -247,3 +247,50 @@ def test_another_archive_is_no_sample(tmp_path):
 def test_a_tensor_that_is_not_what_it_says_is_refused(dtype, shape, data):
     with pytest.raises(ValueError):
         TensorBytes(dtype, shape, data)
+
+
+def in_rows(stride: int, numbers: int) -> bytes:
+    """A file whose one tensor is a view of 3 rows of 2 float32, `stride` numbers apart, in a storage of so many numbers."""
+    sink = io.BytesIO()
+    ckpt.write(sink, {"a": TensorBytes("float32", (3, 2), bytes(24))}, {})
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(sink.getvalue())) as old, zipfile.ZipFile(out, "w") as new:
+        for item in old.namelist():
+            data = old.read(item)
+            if item.endswith("data.pkl"):
+                assert b"(K\x02K\x01t" in data
+                assert b"K\x06tQ" in data
+                data = data.replace(b"(K\x02K\x01t", b"(K" + bytes([stride]) + b"K\x01t").replace(
+                    b"K\x06tQ", b"K" + bytes([numbers]) + b"tQ"
+                )
+            new.writestr(item, bytes(range(4 * numbers)) if item.endswith("data/0") else data)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("stride", "numbers", "error"), [(4, 10, None), (4, 12, None), (4, 9, ckpt.Torn), (1, 10, ckpt.Strange), (2, 6, None)]
+)
+def test_a_matrix_whose_rows_lie_apart_is_a_matrix_only_where_that_is_asked_for(tmp_path, stride, numbers, error):
+    with open(kept(tmp_path, in_rows(stride, numbers)), "rb") as handle:
+        if error is not None:
+            with pytest.raises(error):
+                ckpt.read_header_of(handle, rows=True)
+            return
+        tensor = ckpt.read_header_of(handle, rows=True).tensors["a"]
+        assert (tensor.shape, tensor.stride) == ((3, 2), 0 if stride == 2 else 4 * stride)
+        if stride == 2:
+            assert ckpt.read_header_of(handle).tensors["a"] == tensor
+        else:
+            with pytest.raises(ckpt.Strange, match="memory order"):
+                ckpt.read_header_of(handle)
+
+
+def test_plain_values_are_kept_apart_and_only_those_that_are_asked_for(tmp_path):
+    sink = io.BytesIO()
+    ckpt.write(sink, {"a": TENSORS["input_ids"]}, {"run": "r"}, {"flag": True, "off": False, "id": "ü"})
+    path = kept(tmp_path, sink.getvalue())
+    with open(path, "rb") as handle:
+        header = ckpt.read_header_of(handle, ("flag", "off", "id", "absent"))
+        assert (header.values, header.extra, list(header.tensors)) == ({"flag": True, "off": False, "id": "ü"}, {"run": "r"}, ["a"])
+        with pytest.raises(ckpt.Strange, match='"id", which is not a tensor'):
+            ckpt.read_header_of(handle, ("flag", "off"))

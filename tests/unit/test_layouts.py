@@ -64,6 +64,27 @@ def test_what_was_written_is_told(tmp_path, kind):
     assert (final.tobytes(), aux.tobytes()) == (want["hidden_state"].buffer, want["aux_hidden_state"].buffer)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 255, 256, 257, 513])
+def test_every_length_is_written_whole(tmp_path, kind, tokens):
+    store = Store(str(tmp_path / "store"), layouts.layout(kind, str(fix(tmp_path / "dataset", [tokens], ["a"]))))
+    put(store, sample(0, tokens))
+    seen = store.layout.look(store.path_of(0))
+    with file_of(store.path_of(0)) as file:
+        final, aux = states_of(file, seen)
+    want = sample(0, tokens).tensors
+    assert (final.tobytes(), aux.tobytes()) == (want["hidden_state"].buffer, want["aux_hidden_state"].buffer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_that_are_no_states_are_doubtful_whatever_the_digest_says(tmp_path, kind):
+    made = filled(tmp_path, kind)
+    nan = np.full(7 * HIDDEN, np.nan, "<f4").tobytes()
+    put(made.store, sample(1, 7, states=nan, extra={"norm": NORMS[kind]}))
+    assert verdicts(look(made, kind)) == {"intact": 4}
+    assert verdicts(look(made, kind, "content")) == {"intact": 3, "doubtful": 1}
+
+
 def cut(path):
     os.truncate(path, path.stat().st_size // 2)
 
@@ -172,6 +193,33 @@ def test_what_is_no_sample_of_speculators(tmp_path, tensors, verdict, why):
     tally = inventory.take(str(tmp_path), "speculators", str(dataset))
     assert verdicts(tally) == {verdict: 1}
     assert why in tally.found[0].why
+
+
+def test_metadata_of_others_are_not_believed(tmp_path):
+    dataset = fix(tmp_path / "dataset", [5])
+    tensors = {"hidden_states": np.ones((5, 4, HIDDEN), "<f4"), "token_ids": np.array(ids_of(0, 5), "<i8")}
+    safetensors.numpy.save_file(tensors, tmp_path / "hs_0.safetensors", metadata={"run": "x", "dtype": "float16", "token_digest": "y"})
+    tally = inventory.take(str(tmp_path), "speculators", str(dataset), {"dtype": "float32"})
+    assert (verdicts(tally), tally.adopted) == ({"intact": 1}, 1)
+
+
+def test_a_flag_that_contradicts_the_strings_rules(tmp_path):
+    dataset = fix(tmp_path / "dataset", [7], ["a"])
+    store = Store(str(tmp_path / "store"), layouts.layout("modelopt", str(dataset)))
+    put(store, sample(0, 7, run="adopted", extra={"norm": "pre-surrogate"}))
+    for norm, verdict in (("pre-surrogate", "intact"), ("pre", "foreign"), ("post", "foreign")):
+        assert verdicts(inventory.take(store.path, "modelopt", str(dataset), {"norm": norm})) == {verdict: 1}
+    item = sample(0, 7)
+    with open(store.path_of(0), "wb") as handle:
+        tensors = {
+            "input_ids": item.tensors["input_ids"],
+            "hidden_states": TensorBytes("float32", (7, HIDDEN), item.tensors["hidden_state"].buffer),
+            "aux_hidden_states": TensorBytes("float32", (7, 3 * HIDDEN), item.tensors["aux_hidden_state"].buffer),
+        }
+        ckpt.write(handle, tensors, {"norm": "post"}, {"hidden_states_prenorm": True})
+    os.unlink(Manifest(store.path).path)
+    tally = inventory.take(store.path, "modelopt", str(dataset), {"norm": "post"})
+    assert (verdicts(tally), tally.found[0].why) == ({"foreign": 1}, "is of another run: its norm is pre, not post")
 
 
 def modelopt_file(path, ids, extra=None, values=None, states="float32"):
