@@ -35,7 +35,7 @@ def inside(name: str, path: str) -> bool:
 
 
 def look(path: str, own: int) -> list[Holder]:
-    """Everything that holds something below `path`, which must be free of links. Raises OSError."""
+    """Everything that holds something below `path`, a mount point as the kernel names it. Raises OSError."""
     found = [
         Holder(what, process)
         for process in procs.every().values()

@@ -439,7 +439,7 @@ def quiesce(context: Context, seen: Seen) -> None:
 
 def _holders(context: Context, path: str) -> list[tuple[holders.Holder, str]]:
     """Who holds the file system, with the unit that each belongs to."""
-    found = bounded.call(holders.look, (os.path.realpath(path), os.getpid()), 30.0)
+    found = bounded.call(holders.look, (path, os.getpid()), 30.0)
     pids = [holder.process.pid for holder in found if holder.process]
     owners = bounded.call(_owners, (context.manager, pids), 30.0) if pids else {}
     return [(holder, owners.get(holder.process.pid, "") if holder.process else "") for holder in found]

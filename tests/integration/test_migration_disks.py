@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from ansible_collections.relight.recovery.plugins.module_utils import migration, migration_acts, migration_watch
@@ -298,6 +299,41 @@ def test_a_source_that_does_not_answer_at_all_is_left_only_by_consent(host):
     finally:
         server.kill()
         server.wait()
+
+
+def test_a_frozen_source_is_rescued_while_its_writer_hangs(host):
+    """As on a full storage pool: reads answer, writes hang in the kernel, nothing can be killed or unmounted."""
+    filled(host)
+    target = host.disk("new", 400 * MIB)
+    options = {"consent": [f"wipe:{target}"], "stop_seconds": 5}
+    lazily = {**options, "consent": [f"wipe:{target}", f"lazy-umount:{host.data}"]}
+    writer = host.start("sh", "-c", f"exec 3>>{host.data}/log; while :; do echo x >&3; sleep 0.01; done")
+    thaw = host.root / "thaw"
+    host.run("mkdir", thaw)
+    host.run("mount", "--bind", host.data, thaw)
+    try:
+        results = host.whole(target, until="copied", **options)
+        assert results[-1]["gate"]["verdict"] == "pass", results[-1]["gate"]
+        host.run("fsfreeze", "--freeze", thaw)
+        stuck = lambda: Path(f"/proc/{writer.pid}/stat").read_text().rpartition(")")[2].split()[0] == "D"  # noqa: E731
+        disks.supervisor.wait_for(stuck)
+        refused = host.migrate("quiesced", target, **options)
+        assert codes(refused) == ["source-held"]
+        assert "stuck in the kernel" in refused["gate"]["problems"][0]["what"]
+        assert consents(refused) == [f"lazy-umount:{host.data}"]
+        assert (host.migrate("quiesced", target, **lazily)["gate"]["verdict"], host.read_only(host.data)) == ("warn", False)
+        assert host.migrate("verified", target, **lazily)["gate"]["verdict"] == "pass"
+        assert host.wait("final")["gate"]["verdict"] == "pass"
+        done = host.migrate("cut_over", target, **lazily)
+        assert done["gate"]["verdict"] == "pass", done["gate"]
+        assert any("unmount lazily" in action for action in done["actions"])
+        assert host.mounted(host.data) == done["gate"]["evidence"]["target_uuid"]
+        assert stuck()
+        assert differences(host, thaw, host.data) == ""
+    finally:
+        host.run("fsfreeze", "--unfreeze", thaw, check=False)
+        writer.kill()
+        writer.wait()
 
 
 def test_a_full_target_and_a_failing_one_fail_the_copy_and_harm_nothing(host):
