@@ -19,6 +19,8 @@ from ansible_collections.relight.recovery.plugins.module_utils import inventory
 from ansible_collections.relight.recovery.plugins.module_utils.layouts import layout
 from ansible_collections.relight.recovery.plugins.module_utils.store import Store
 
+from relight.extract.config import GiveUp
+from relight.extract.export import Export, Means
 from relight.extract.norms import load
 from relight.extract.states import file_of, raw_rows
 from relight.hostlook import look_at_content
@@ -115,6 +117,13 @@ def test_the_state_before_the_norm_is_never_made_in_silence(tmp_path):
     (post, aux), (surrogate, new_aux) = numbers(made.store, 2), numbers(new, 2)
     assert aux.tobytes() == new_aux.tobytes()
     assert np.abs(surrogate * np.linspace(0.5, 2.5, HIDDEN, dtype="<f4") - post).max() < 1e-6
+    words = ("--from", new.path, "--layout", "speculators", "--dataset", made.dataset, "--model", folder)
+    code, said = export(*words, "--to", tmp_path / "again", "--layout", "specforge")
+    assert code == 5
+    assert "holds a surrogate of the state before the norm: export from the store that it was made of" in said
+    assert export(*words, "--to", tmp_path / "flagged", "--layout", "modelopt")[0] == 0
+    seen = layout("modelopt").look(str(tmp_path / "flagged" / "record-2.pt"))
+    assert (seen.norm, seen.extra["norm"]) == ("pre", "pre-surrogate")
     code, said = to(made, "speculators", tmp_path / "wrong", "--model", model(tmp_path / "one", np.ones(HIDDEN, "<f4")), "--surrogate")
     assert code == 5
     assert "the norm of its surrogate is off by" in said  # it is another model's norm
@@ -275,3 +284,19 @@ def test_a_place_that_cannot_be_reached_is_a_sentence(tmp_path):
     assert "rsync to host:/x failed" in said
     code, said = export("--from", made.store.path, "--to", "host:/x", env=without_rsync(tmp_path))
     assert (code, "no rsync here" in said) == (2, True)
+
+
+def test_what_reads_back_otherwise_ends_the_export(tmp_path):
+    """A disk that keeps other bytes than it was given: here a file that changed between the write and the look at it."""
+    made = fill(tmp_path, [12, 7])
+    target = Store(str(tmp_path / "new"), layout("modelopt", str(made.dataset)))
+    work = Export(made.store, target, Means())
+    work.run([0, 1], frozenset())
+    assert (work.tally.made, work.tally.left) == (2, {})
+    entry = target.entries()[1]
+    path = Path(target.path_of(1))
+    data = bytearray(path.read_bytes())
+    data[-2000] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(GiveUp, match="reads back other bytes than were written"):
+        work._judge_written(entry)

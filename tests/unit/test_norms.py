@@ -31,9 +31,10 @@ def states(tokens=9, scale=50.0):
 
 def test_the_norm_is_its_formula(tmp_path):
     norm = norms.load(model(tmp_path / "m"), HIDDEN)
-    pre = states().astype("f8")
-    want = pre / np.sqrt((pre**2).mean(axis=1, keepdims=True) + 1e-5) * np.linspace(0.5, 2.5, HIDDEN)
-    assert np.abs(norm.apply(states()) - want).max() < 1e-5
+    for scale in (50.0, 1e-3):  # the small number under the root counts for small states
+        pre = states(scale=scale).astype("f8")
+        want = pre / np.sqrt((pre**2).mean(axis=1, keepdims=True) + 1e-5) * np.linspace(0.5, 2.5, HIDDEN)
+        assert np.abs(norm.apply(states(scale=scale)) - want).max() < 1e-5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
