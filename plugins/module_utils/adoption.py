@@ -65,7 +65,7 @@ _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(\"[^\"]*\"|'[^']*'|[^\s,\"']+
 
 @dataclass(frozen=True)
 class Server:
-    """The server's settings and where they were found: process, unit file, or log. `readable` is False without permission."""
+    """The server's settings and where they were found: process, unit file, log or inventory. `readable` is False without permission."""
 
     source: str
     unit: str | None = None
@@ -86,6 +86,8 @@ class Where:
     units: tuple[str, ...] = ()
     logs: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
+    inventory_command: tuple[str, ...] = ()
+    inventory_environment: Mapping[str, str] = field(default_factory=dict)
     after_the_fact: bool = False
 
 
@@ -100,7 +102,7 @@ def look_at_services(where: Where, manager: services.Manager) -> list[dict[str, 
 
 
 def look_at_server(where: Where, manager: services.Manager) -> Server | None:
-    """The running server's settings; on a broken host those of a unit file or an old log. None where there is nothing."""
+    """The running server's settings; on a broken host those of a unit file, an old log or the inventory."""
     processes = procs.every()
     pid = _server_pid(where, processes)
     try:
@@ -118,7 +120,15 @@ def look_at_server(where: Where, manager: services.Manager) -> Server | None:
     of_file = next(filter(None, map(_of_unit, named)), next(iter(others), None))
     if of_file and of_log:
         return Server("unit file and log", of_file.unit, of_file.command, of_file.environment, of_log.arguments)
-    return of_file or of_log
+    return of_file or of_log or _of_inventory(where)
+
+
+def _of_inventory(where: Where) -> Server | None:
+    """What the inventory would start: the last that is known of the server where nothing of it is left."""
+    if not where.inventory_command:
+        return None
+    kept = dict(sorted(redact.environment(where.inventory_environment).items()))
+    return Server("inventory", None, tuple(redact.words(where.inventory_command)), kept)
 
 
 def _server_pid(where: Where, processes: Mapping[int, procs.Process]) -> int | None:

@@ -69,6 +69,15 @@ options:
     type: list
     elements: path
     default: []
+  inventory_command:
+    description: The command by which the inventory would start the server. Recorded with O(after_the_fact) where nothing else tells.
+    type: list
+    elements: str
+    default: []
+  inventory_environment:
+    description: The environment that goes with O(inventory_command).
+    type: dict
+    default: {}
   model_dir:
     description: The model's directory. All its files are digested.
     type: path
@@ -163,6 +172,8 @@ def gather(module: AnsibleModule) -> baseline.Gathered:
         units=tuple(params["units"]),
         logs=tuple(params["logs"]),
         paths=tuple(params["paths"]),
+        inventory_command=tuple(params["inventory_command"]),
+        inventory_environment={str(name): str(value) for name, value in params["inventory_environment"].items()},
         after_the_fact=params["after_the_fact"],
     )
     errors: list[str] = []
@@ -230,6 +241,8 @@ def main() -> None:
             "units": {"type": "list", "elements": "str", "default": []},
             "logs": {"type": "list", "elements": "path", "default": []},
             "paths": {"type": "list", "elements": "path", "default": []},
+            "inventory_command": {"type": "list", "elements": "str", "default": []},
+            "inventory_environment": {"type": "dict", "default": {}},
             "model_dir": {"type": "path", "required": True},
             "dataset": {"type": "path", "required": True},
             "dump_dir": {"type": "path", "required": True},

@@ -183,6 +183,21 @@ def test_garbage_after_server_args_is_no_settings(text):
     assert isinstance(adoption.server_arguments(f"server_args={text}"), dict)
 
 
+def test_after_the_fact_the_inventory_is_the_last_to_be_asked(tmp_path):
+    where = adoption.Where(
+        port=1,
+        logs=(str(tmp_path / "none"),),
+        inventory_command=("python", "-m", "sglang.launch_server", "--api-key", CANARY),
+        inventory_environment={"NCCL_PROTO": "LL", "HOME": "/root", "SGLANG_API_KEY": CANARY},
+        after_the_fact=True,
+    )
+    found = adoption.look_at_server(where, services.manager("none"))
+    assert (found.source, found.command[:3]) == ("inventory", ("python", "-m", "sglang.launch_server"))
+    assert dict(found.environment) == {"NCCL_PROTO": "LL", "SGLANG_API_KEY": "[redacted]"}
+    assert CANARY not in str(found)
+    assert adoption.look_at_server(adoption.Where(port=1, after_the_fact=True), services.manager("none")) is None
+
+
 UNITS = {
     "supervisord": (
         "[program:other]\ncommand=/bin/other\n[program:sglang]\ncommand=python -m sglang.launch_server --tp-size 8 --api-key "
