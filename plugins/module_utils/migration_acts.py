@@ -217,7 +217,7 @@ def _format(context: Context, seen: Seen, record: Record) -> Record:
     disk, content = seen.disk, seen.content
     if disk is None or content is None:
         raise stop("target-missing", context.wish.target, "is not there", "attach it")
-    consent = migration_plan.wipe_consent(seen)
+    consent = migration_plan.wipe_consent(context.wish, seen)
     record = context.save(record, "preparing")
     if seen.spent.get(consent) != record.id:
         context.journal.write(SPENT, consent=consent, migration=record.id, identity=[disk.name, disk.size_bytes, content.fingerprint])

@@ -188,12 +188,12 @@ def consent_for(base: str, spent: Mapping[str, str], of: str = "") -> str:
     return name
 
 
-def wipe_consent(seen: Seen) -> str:
-    """What formatting this disk takes: its stable name, and with it what would be destroyed, if anything."""
+def wipe_consent(wish: Wish, seen: Seen) -> str:
+    """What formatting this disk takes: its stable name, as the inventory has it, and with it what would be destroyed, if anything."""
     if seen.disk is None or seen.content is None:
         return ""
     begun = seen.record.id if seen.record and seen.record.phase == "preparing" else ""
-    base = f"{WIPE}{seen.disk.name}"
+    base = f"{WIPE}{wish.target if wish.target in seen.disk.names else seen.disk.name}"
     if begun and any(migrated == begun and name.startswith(base) for name, migrated in seen.spent.items()):
         return next(name for name, migrated in seen.spent.items() if migrated == begun and name.startswith(base))
     return consent_for(base if seen.content.empty else f"{base}#{seen.content.fingerprint}", seen.spent)
@@ -230,7 +230,7 @@ def actions(wish: Wish, seen: Seen) -> list[str]:
     plan = []
     if to_format(seen):
         table = "a GPT with one partition and " if wish.partitioned and not (disk and disk.partition) else ""
-        plan.append(f"format {name}: {table}{wish.fstype}, by consent {wipe_consent(seen)}")
+        plan.append(f"format {name}: {table}{wish.fstype}, by consent {wipe_consent(wish, seen)}")
     if not seen.is_target(seen.mounted_at(wish.stage)):
         plan.append(f"mount it at {wish.stage}")
     if not wish.lost:
@@ -375,7 +375,7 @@ def _disk_problems(wish: Wish, seen: Seen, granted: frozenset[str]) -> list[Prob
         return []
     if disk.partitions:
         return [Problem("target-has-partitions", name, content.told, "look at them; if they may go, remove them by hand (wipefs)")]
-    consent = wipe_consent(seen)
+    consent = wipe_consent(wish, seen)
     if consent in granted:
         return []
     told = "it is empty" if content.empty else f"it {content.told}, which would be destroyed"
