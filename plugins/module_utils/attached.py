@@ -35,6 +35,7 @@ class Wish:
     unit_folders: tuple[str, ...] = UNIT_FOLDERS
     old_copy: str = ""
     read_bytes: int = 0
+    mounts_from: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,12 @@ class Seen:
 # --- looking -----------------------------------------------------------------------------------------------------------
 
 
+def from_outside(wish: Wish) -> bool:
+    """Whether the mounts of this host are made by another: so told, or seen."""
+    return wish.mounts_from == "outside" or (wish.mounts_from == "auto" and in_container())
+
+
 def in_container() -> bool:
-    """Whether the mounts of this host are made by another."""
     if os.path.exists("/run/systemd/container") or os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv"):
         return True
     try:
@@ -85,7 +90,7 @@ def look(wish: Wish, seconds: float, compare_seconds: float) -> Seen:
     lines = tuple(fstab.of_point(fstab.parse(fstab.read(wish.fstab)), wish.data))
     stale = tuple(_stale_units(wish))
     if mount is None:
-        return Seen(lines=lines, outside=in_container(), stale_units=stale)
+        return Seen(lines=lines, outside=from_outside(wish), stale_units=stale)
     absent = bounded.call(_absent, (wish.paths,), seconds)
     uuid = None
     if os.path.exists(mount.source):
@@ -100,7 +105,7 @@ def look(wish: Wish, seconds: float, compare_seconds: float) -> Seen:
             old = bounded.call(compare, (wish.old_copy, wish.data, wish.read_bytes), compare_seconds)
         except (bounded.ChildFailed, bounded.TimedOut) as failed:
             error = str(failed)
-    return Seen(mount, uuid, in_container(), lines, guard, tuple(absent), stale, old, error)
+    return Seen(mount, uuid, from_outside(wish), lines, guard, tuple(absent), stale, old, error)
 
 
 def _absent(paths: tuple[str, ...]) -> list[str]:

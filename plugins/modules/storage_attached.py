@@ -55,6 +55,13 @@ options:
     description: How much of the old copy is compared byte by byte, the newest files first.
     type: int
     default: 10737418240
+  mounts_from:
+    description:
+      - Who mounts the volume. V(outside) does not ask for the table of mounts nor for a guard, as in a container.
+      - V(auto) takes a container for one whose mounts come from outside.
+    type: str
+    choices: [auto, here, outside]
+    default: auto
   look_seconds:
     description: How long the volume may take to answer.
     type: float
@@ -98,6 +105,7 @@ def run(params: dict) -> glue.Outcome:
         unit_folders=tuple(params["unit_folders"]),
         old_copy=params["old_copy"] or "",
         read_bytes=params["read_bytes"],
+        mounts_from=params["mounts_from"],
     )
     try:
         gate = attached.judge(wish, attached.look(wish, params["look_seconds"], params["compare_seconds"]))
@@ -121,6 +129,7 @@ def main() -> None:
             "unit_folders": {"type": "list", "elements": "path", "default": list(attached.UNIT_FOLDERS)},
             "old_copy": {"type": "path"},
             "read_bytes": {"type": "int", "default": 10 << 30},
+            "mounts_from": {"type": "str", "choices": ["auto", "here", "outside"], "default": "auto"},
             "look_seconds": {"type": "float", "default": 20.0},
             "compare_seconds": {"type": "float", "default": 3600.0},
         },

@@ -256,6 +256,44 @@ def test_writers_of_others_are_named_and_ours_are_stopped(host):
     assert differences(host, host.root / "aside", host.data) == ""
 
 
+def test_a_volume_that_was_moved_by_hand_is_proven_or_told_what_it_lacks(host):
+    uuid = host.old_volume()
+    host.run("mkdir", "-p", host.data / "models", host.root / "old" / "models", host.root / "units")
+    for folder in (host.data, host.root / "old"):
+        host.write(folder / "models" / "weights", "the same")
+    host.write(host.root / "units" / "serve.service", "ExecStart=/bin/serve /mnt/ceph/models\n")
+    asked = {
+        "path": str(host.data),
+        "fstab": str(host.fstab),
+        "uuid": uuid,
+        "paths": [f"{host.data}/models", "/mnt/ceph/records.json"],
+        "former_paths": ["/mnt/ceph"],
+        "unit_folders": [str(host.root / "units")],
+        "old_copy": str(host.root / "old"),
+        "mounts_from": "here",
+    }
+    result = host.module("storage_attached", **asked)
+    stale = ["attached-path-missing", "attached-path-stale"]
+    table = ["attached-by-device-name", "attached-no-nofail"]
+    assert codes(result) == ["attached-not-guarded", *stale, *table, "attached-stale-path"]
+    assert result["changed"] is False
+    # Each remedy is what it takes.
+    line = next(p["remedy"] for p in result["gate"]["problems"] if p["code"] == "attached-by-device-name").partition(": ")[2]
+    host.write(host.fstab, f"{line}\n")
+    host.run("umount", host.data)
+    host.run("chattr", "+i", host.data)
+    host.run("mount", host.device("old"), host.data)
+    host.write(host.root / "units" / "serve.service", f"ExecStart=/bin/serve {host.data}/models\n")
+    asked["paths"] = [f"{host.data}/models"]
+    right = host.module("storage_attached", **asked)
+    assert (right["gate"]["verdict"], codes(right)) == ("pass", [])
+    assert (right["gate"]["evidence"]["guard"], right["gate"]["evidence"]["compared_bytes"]) == ("immutable", 8)
+    host.write(host.data / "models" / "weights", "not that!")
+    assert codes(host.module("storage_attached", **asked)) == ["attached-file-differs"]
+    host.run("umount", host.data)
+    assert codes(host.module("storage_attached", **asked))[0] == "attached-not-mounted"
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="needs /dev/fuse for the faulty source")
 def test_a_source_that_fails_and_hangs_in_places_is_copied_around_them(host):
     kept = host.root / "kept"
