@@ -13,34 +13,34 @@ import importlib
 import json
 import logging
 import os
-import re
+import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Mapping
+from multiprocessing import util as multiprocessing_util
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Callable, NoReturn
+from typing import Any, Callable, NoReturn
 
 from ansible_collections.relight.recovery.plugins.module_utils import durable, journal, layers
-from ansible_collections.relight.recovery.plugins.module_utils.records import token_digest_of_bytes
 
 from relight import __version__
+from relight.dump.budget import Budget
+from relight.dump.capture import HOST_BYTES, MARKED, Dumper, Forward
 from relight.dump.refusals import ARGUMENTS, DTYPES, refusals
-from relight.dump.writer import DumpError, Sample, Tensor, Writer
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
 FORMAT = "relight-dump-1"
 SCHEMA = 1
-MARKED = re.compile(r"relight-[A-Za-z0-9._-]{1,192}")
+FLUSH_SECONDS = 10.0  # for the dumps that wait for a writer when the rank ends
 REFUSED = 78  # EX_CONFIG: the exit status of a launch that was refused
 
 # Hook target -> the parameters that the hook relies on, by name and order. hs_patch_check compares them with the source.
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "sglang.srt.server_args.ServerArgs.check_server_args": ("self",),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request": ("self", "obj", "input_ids"),
     "sglang.srt.model_executor.model_runner.ModelRunner.load_model": ("self",),
     "sglang.srt.model_executor.model_runner.ModelRunner.forward": ("self", "forward_batch"),
     "sglang.srt.layers.logits_processor.LogitsProcessor.forward": (
@@ -52,7 +52,7 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
         "aux_hidden_states",
     ),
 }
-CHECK_ARGS, LOAD_MODEL, RUN_FORWARD, PROCESS_LOGITS = TARGETS
+CHECK_ARGS, VALIDATE_REQUEST, LOAD_MODEL, RUN_FORWARD, PROCESS_LOGITS = TARGETS
 
 
 def activate() -> None:
@@ -63,7 +63,9 @@ def activate() -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         HookRegistry.register(CHECK_ARGS, _after_check_args, HookType.AFTER)
-        if _is_launcher_or_detokenizer():  # the model is not run here, and importing its modules would cost the start seconds
+        if _is_launcher() and os.environ.get("RELIGHT_DUMP_BUDGET_BYTES"):
+            HookRegistry.register(VALIDATE_REQUEST, _after_validate_request, HookType.AFTER)
+        if _is_launcher() or _is_detokenizer():  # the model is not run here, and importing its modules would cost the start seconds
             return
         HookRegistry.register(LOAD_MODEL, _after_load_model, HookType.AFTER)
         HookRegistry.register(RUN_FORWARD, _around_run_forward, HookType.AROUND)
@@ -72,11 +74,13 @@ def activate() -> None:
         refuse([f"the hooks cannot be set ({type(error).__name__}: {error}); this SGLang is not one that the plugin knows."])
 
 
-def _is_launcher_or_detokenizer() -> bool:
+def _is_launcher() -> bool:
     import multiprocessing
 
-    if multiprocessing.parent_process() is None:
-        return True
+    return multiprocessing.parent_process() is None
+
+
+def _is_detokenizer() -> bool:
     return "sglang.srt.managers.detokenizer_manager" in sys.modules and "sglang.srt.managers.scheduler" not in sys.modules
 
 
@@ -145,185 +149,32 @@ def _after_check_args(result: Any, self: Any, *args: Any, **kwargs: Any) -> None
         refuse(found)
 
 
+_budget: Budget | None = None
+
+
+def _after_validate_request(result: Any, manager: Any, obj: Any, input_ids: Any, *args: Any, **kwargs: Any) -> None:
+    """Let a marked request in, or answer 503 while the dump directory's budget is used up. No rank has seen it yet."""
+    global _budget
+    rid = getattr(obj, "rid", None)
+    if not isinstance(rid, str) or not MARKED.fullmatch(rid):
+        return
+    try:
+        if _budget is None:
+            _budget = Budget(os.environ["RELIGHT_DUMP_DIR"], int(os.environ["RELIGHT_DUMP_BUDGET_BYTES"]))
+        why = _budget.refuse(rid, len(input_ids or ()), manager.rid_to_state.__contains__)
+    except OSError as error:
+        logger.error("Relight dump: the budget cannot be told: %s", error)
+        _budget = None
+        return
+    if why:
+        raise importlib.import_module("fastapi").HTTPException(status_code=503, detail=f"Relight dump: {why}")
+
+
 # --- the ranks ---------------------------------------------------------------------------------------------------------------
 
 
-class Dumper:
-    """One rank 0's capture: takes the rows of marked requests out of a forward and hands copies of them to the writer."""
-
-    def __init__(self, folder: str, outputs: tuple[int, ...], hidden_size: int, dtype: torch.dtype, metadata: Mapping[str, str]) -> None:
-        self.folder = folder
-        self.outputs = outputs
-        self.hidden_size = hidden_size
-        self.dtype = dtype
-        self.metadata = dict(metadata)
-        self.writer = Writer(folder)
-        self.copier: _CudaCopier | None = None
-
-    def begin(self, batch: Any) -> _Forward | None:
-        """The marked requests of a batch, or None where there is none."""
-        mode = getattr(batch, "forward_mode", None)
-        rids = getattr(batch, "rids", None)
-        if mode is None or not rids or not mode.is_extend():
-            return None
-        marked = {rid: place for place, rid in enumerate(rids) if isinstance(rid, str) and MARKED.fullmatch(rid)}
-        if self.copier is not None:
-            self.copier.hold_back()  # a replayed graph writes its states where those of the last batch were
-        return _Forward(batch, marked) if marked else None
-
-    def capture(self, forward: _Forward, final: torch.Tensor, aux: Any) -> None:
-        """Copy the rows of each marked request. One that cannot be dumped gets its error file."""
-        forward.captured = True
-        for rid, place in forward.marked.items():
-            try:
-                self._capture_one(forward.batch, rid, place, final, aux)
-            except DumpError as error:
-                self.writer.fail(rid, str(error))
-            except Exception as error:
-                logger.exception("Relight dump: request %s", rid)
-                self.writer.fail(rid, f"the states could not be copied ({type(error).__name__}: {error}).")
-
-    def end(self, forward: _Forward) -> None:
-        """After the forward: no marked request stays without an answer."""
-        if not forward.captured:
-            for rid in forward.marked:
-                self.writer.fail(rid, "the forward pass did not come through the logits processor.")
-
-    def _capture_one(self, batch: Any, rid: str, place: int, final: torch.Tensor, aux: Any) -> None:
-        first, rows = self._rows(batch, place, final)
-        parts = self._aux_parts(aux, final, first, rows)
-        item = self.dtype.itemsize
-        size = rows * (8 + self.hidden_size * item * (1 + layers.COUNT))
-        if not self.writer.admit(size):
-            raise DumpError("the writers of the dump directory are too far behind.")
-        try:
-            ids = batch.input_ids[first : first + rows]
-            prompts = getattr(batch, "orig_seq_lens", None)
-            prompt = None if prompts is None else prompts[place : place + 1]
-            copies, ready = self._copy([ids, final[first : first + rows], parts, prompt])
-            self.writer.put(rid, size, lambda: self._finish(rid, rows, copies, ready))
-        except BaseException:
-            self.writer.release(size)
-            raise
-
-    def _rows(self, batch: Any, place: int, final: torch.Tensor) -> tuple[int, int]:
-        """The first row of request `place` and the number of its rows. Raises DumpError where they are not its whole prompt."""
-        lengths = batch.extend_seq_lens_cpu
-        prefixes = batch.extend_prefix_lens_cpu
-        if lengths is None or prefixes is None or not len(lengths) == len(prefixes) == len(batch.rids):
-            raise DumpError("the batch does not tell its requests apart.")
-        prefix, rows = int(prefixes[place]), int(lengths[place])
-        if prefix:
-            raise DumpError(f"{prefix} tokens of its prompt came from a cache and have no states.")
-        if batch.seq_lens_cpu is not None and int(batch.seq_lens_cpu[place]) != rows:
-            raise DumpError(f"{rows} rows for a prompt of {int(batch.seq_lens_cpu[place])} tokens.")
-        total = sum(int(n) for n in lengths)
-        if final.shape[0] < total or batch.input_ids.shape[0] < total:
-            raise DumpError(f"{final.shape[0]} rows and {batch.input_ids.shape[0]} token ids for a batch of {total} tokens.")
-        return sum(int(n) for n in lengths[:place]), rows
-
-    def _aux_parts(self, aux: Any, final: torch.Tensor, first: int, rows: int) -> list[torch.Tensor]:
-        """The request's rows of the three layers. Raises DumpError where the shapes are not theirs."""
-        if aux is None:
-            raise DumpError("the model gave no auxiliary states.")
-        if final.dim() != 2 or final.shape[1] != self.hidden_size:
-            raise DumpError(f"the final state has the shape {list(final.shape)}, not [tokens, {self.hidden_size}].")
-        parts = list(aux) if isinstance(aux, (list, tuple)) else list(aux.split(self.hidden_size, dim=-1))
-        if len(parts) != layers.COUNT or any(p.dim() != 2 or p.shape[1] != self.hidden_size or p.shape[0] < first + rows for p in parts):
-            raise DumpError(f"the auxiliary states have the shapes {[list(p.shape) for p in parts]}.")
-        return [part[first : first + rows] for part in parts]
-
-    def _copy(self, sources: list[Any]) -> tuple[list[Any], Callable[[], None]]:
-        """Copies in host memory, and a call that waits until they are there."""
-        import torch
-
-        ids, final, parts, prompt = sources
-        if final.device.type == "cuda":
-            if self.copier is None:
-                self.copier = _CudaCopier(final.device)
-            return self.copier.copy(ids, final, parts, prompt, self.dtype)
-        wide = torch.cat([part.to(self.dtype) for part in parts], dim=-1)
-        copies = [
-            ids.to("cpu", torch.int64, copy=True),
-            final.to("cpu", self.dtype, copy=True).contiguous(),
-            wide.to("cpu").contiguous(),
-            None if prompt is None else prompt.to("cpu", copy=True),
-        ]
-        return copies, lambda: None
-
-    def _finish(self, rid: str, rows: int, copies: list[Any], ready: Callable[[], None]) -> Sample:
-        """In the writer's thread: the sample, once the copies are there. Raises DumpError."""
-        ready()
-        ids, final, wide, prompt = copies
-        if prompt is not None and int(prompt[0]) != rows:
-            raise DumpError(f"{rows} rows for a prompt of {int(prompt[0])} tokens.")
-        kind = DTYPES[str(self.dtype).replace("torch.", "")]
-        id_view = _bytes(ids)
-        tensors = {
-            "input_ids": Tensor("I64", (rows,), id_view),
-            "hidden_state": Tensor(kind, (1, rows, self.hidden_size), _bytes(final)),
-            "aux_hidden_state": Tensor(kind, (1, rows, layers.COUNT * self.hidden_size), _bytes(wide)),
-        }
-        return Sample(tensors, {**self.metadata, "rid": rid, "tokens": str(rows), "token_digest": token_digest_of_bytes(id_view)})
-
-
-class _Forward:
-    """One forward pass with marked requests: rid -> place in the batch."""
-
-    def __init__(self, batch: Any, marked: Mapping[str, int]) -> None:
-        self.batch = batch
-        self.marked = marked
-        self.captured = False
-
-
-class _CudaCopier:
-    """Copies on a stream of its own into pinned memory, so that the forward does not wait for them."""
-
-    def __init__(self, device: torch.device) -> None:
-        import torch
-
-        self.stream = torch.cuda.Stream(device)
-        self.last: torch.cuda.Event | None = None
-
-    def hold_back(self) -> None:
-        """Let what is queued next on the forward's stream wait for the last copies: their sources may be written again."""
-        import torch
-
-        if self.last is not None:
-            torch.cuda.current_stream().wait_event(self.last)
-
-    def copy(
-        self, ids: torch.Tensor, final: torch.Tensor, parts: list[torch.Tensor], prompt: torch.Tensor | None, dtype: torch.dtype
-    ) -> tuple[list[Any], Callable[[], None]]:
-        import torch
-
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            wide = torch.cat([part.to(dtype) for part in parts], dim=-1)
-            sources = [ids.to(torch.int64), final.to(dtype), wide, prompt]
-            copies: list[Any] = [None] * len(sources)
-            for place, source in enumerate(sources):
-                if source is not None:
-                    copies[place] = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-                    copies[place].copy_(source, non_blocking=True)
-            for tensor in (ids, final, *parts, *(() if prompt is None else (prompt,))):
-                if tensor.is_cuda:
-                    tensor.record_stream(self.stream)
-            done = torch.cuda.Event()
-            done.record(self.stream)
-        self.last = done
-        return copies, done.synchronize
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor in host memory."""
-    import torch
-
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-
-
 _dumper: Dumper | None = None
-_forward: _Forward | None = None
+_forward: Forward | None = None
 
 
 def _after_load_model(result: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -349,6 +200,7 @@ def _after_load_model(result: Any, runner: Any, *args: Any, **kwargs: Any) -> No
     if attention_tp_rank(runner):
         return
     _dumper = announce(runner, outputs, shape, sglang.__version__)
+    _flush_at_the_end(_dumper)
 
 
 def capture(model: Any, outputs: tuple[int, ...], shape: layers.Shape, version: str) -> None:
@@ -421,10 +273,35 @@ def announce(runner: Any, outputs: tuple[int, ...], shape: layers.Shape, version
         "boot_id": journal.boot_id(),
     }
     metadata = {"format": FORMAT, "norm": "post", "layers": listed, "tp": str(tp), **about}
-    dumper = Dumper(folder, outputs, shape.hidden_size, getattr(torch, asked), metadata)
+    device = next(runner.model.parameters()).device
+    dumper = Dumper(folder, outputs, shape.hidden_size, getattr(torch, asked), metadata, str(device), host_bytes(os.environ))
     durable.write_json(os.path.join(folder, "server.json"), server)
     logger.info("Relight dump plugin %s: instance %s, layers %s as layer outputs, directory %s", __version__, instance, listed, folder)
     return dumper
+
+
+def _flush_at_the_end(dumper: Dumper) -> None:
+    """Have what was captured written before this rank ends: when it leaves by itself, and when SIGTERM comes."""
+    multiprocessing_util.Finalize(None, dumper.close, args=(FLUSH_SECONDS,), exitpriority=100)
+    former = signal.getsignal(signal.SIGTERM)
+
+    def end() -> None:
+        dumper.close(FLUSH_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_term(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if former is None else former)
+        threading.Thread(target=end, name="relight-dump-end", daemon=True).start()  # this thread may hold what a writer waits for
+
+    try:
+        signal.signal(signal.SIGTERM, on_term)
+    except ValueError:  # not the main thread
+        logger.warning("Relight dump: SIGTERM ends this rank without writing the dumps that wait")
+
+
+def host_bytes(environ: Mapping[str, str]) -> int:
+    """How much host memory holds states on their way to the dump directory."""
+    return int(environ.get("RELIGHT_DUMP_HOST_BYTES") or HOST_BYTES)
 
 
 def start_ticks() -> int:

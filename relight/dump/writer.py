@@ -12,13 +12,13 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
-QUEUE_BYTES = 8 << 30  # of states that wait for a writer; beyond it a request gets its error file at once
-THREADS = 2
+THREADS = 4  # each spends its time in the kernel, without the GIL, copying into the dump directory's memory
 
 
 class DumpError(Exception):
@@ -27,21 +27,34 @@ class DumpError(Exception):
 
 @dataclass(frozen=True)
 class Tensor:
+    """One tensor of a file. The tensors of a sample lie one after another in its body."""
+
     dtype: str  # I64, F32, F16 or BF16
     shape: tuple[int, ...]
-    data: memoryview
+    nbytes: int
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What one dump file holds."""
+    """What one dump file holds: its tensors in the order of `body`, which is written as it lies in memory."""
 
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str]
+    body: memoryview
 
 
 # Called in the writer's thread: waits for the copies, checks them, and gives the sample. Raises DumpError.
 Finish = Callable[[], Sample]
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What a writer's thread is given. Without `finish` it is a sentence for the error file."""
+
+    rid: str
+    finish: Finish | None = None
+    release: Callable[[], None] | None = None
+    sentence: str = ""
 
 
 def encode_header(sample: Sample) -> bytes:
@@ -49,7 +62,7 @@ def encode_header(sample: Sample) -> bytes:
     header: dict[str, object] = {"__metadata__": dict(sample.metadata)}
     begin = 0
     for name, tensor in sample.tensors.items():
-        end = begin + tensor.data.nbytes
+        end = begin + tensor.nbytes
         header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -57,16 +70,15 @@ def encode_header(sample: Sample) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_whole(folder: str, name: str, chunks: list[memoryview]) -> None:
+def write_whole(folder: str, name: str, head: bytes, body: memoryview) -> None:
     """Write a file under a temporary name and rename it to `name`, or leave nothing. Raises OSError."""
     temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
         try:
-            for chunk in chunks:
-                rest = chunk.cast("B")
-                while rest:
-                    rest = rest[os.write(fd, rest) :]
+            left = [memoryview(head), body]
+            while left:
+                left = _after(left, os.writev(fd, left))
         finally:
             os.close(fd)
         os.rename(temporary, os.path.join(folder, name))
@@ -78,72 +90,83 @@ def write_whole(folder: str, name: str, chunks: list[memoryview]) -> None:
         raise
 
 
+def _after(parts: list[memoryview], written: int) -> list[memoryview]:
+    """What is left to write; one call may write less than it was given, and at most 2 GiB."""
+    left = []
+    for part in parts:
+        skipped = min(written, len(part))
+        written -= skipped
+        if skipped < len(part):
+            left.append(part[skipped:])
+    return left
+
+
 def write_sample(folder: str, rid: str, sample: Sample) -> None:
     """Put the dump of `rid` into place. Raises OSError."""
-    write_whole(folder, rid, [memoryview(encode_header(sample)), *(t.data for t in sample.tensors.values())])
+    write_whole(folder, rid, encode_header(sample), sample.body)
 
 
 def write_error(folder: str, rid: str, sentence: str) -> None:
     """Put the error file of `rid` into place; where even that fails, say so in the log. Never raises."""
     logger.error("Relight dump: request %s has no dump: %s", rid, sentence)
     try:
-        write_whole(folder, f"{rid}.error", [memoryview(json.dumps({"error": sentence}).encode())])
+        write_whole(folder, f"{rid}.error", json.dumps({"error": sentence}).encode(), memoryview(b""))
     except OSError as error:
         logger.error("Relight dump: the error file of request %s cannot be written either: %s", rid, error)
 
 
 class Writer:
-    """Threads that write samples in the order in which they are given, with a bound on the bytes that wait."""
+    """Threads that write samples in the order in which they are given. `put` and `fail` are for one thread, the forward's."""
 
-    def __init__(self, folder: str, threads: int = THREADS, limit_bytes: int = QUEUE_BYTES) -> None:
+    def __init__(self, folder: str, threads: int = THREADS) -> None:
         self.folder = folder
-        self.limit_bytes = limit_bytes
-        self._waiting_bytes = 0
-        self._lock = threading.Lock()
-        # Unbounded in number, because an item beyond the byte limit is only a sentence.
-        self._queue: queue.SimpleQueue[tuple[str, int, Finish | None, str]] = queue.SimpleQueue()
+        self.given = 0
+        self.done = 0
+        self._lock = threading.Lock()  # among the writers only: nothing that gives may ever wait for them
+        self._queue: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         for number in range(threads):
             threading.Thread(target=self._run, name=f"relight-dump-{number}", daemon=True).start()
 
-    def admit(self, size_bytes: int) -> bool:
-        """Reserve room for a sample. False where the writers are too far behind: then it must not be copied at all."""
-        with self._lock:
-            if self._waiting_bytes and self._waiting_bytes + size_bytes > self.limit_bytes:
-                return False
-            self._waiting_bytes += size_bytes
-            return True
-
-    def put(self, rid: str, size_bytes: int, finish: Finish) -> None:
-        """Hand over a sample whose room was admitted."""
-        self._queue.put((rid, size_bytes, finish, ""))
+    def put(self, rid: str, finish: Finish, release: Callable[[], None]) -> None:
+        """Hand over a sample. `release` is called once its memory is not needed any more."""
+        self.given += 1
+        self._queue.put(_Order(rid, finish, release))
 
     def fail(self, rid: str, sentence: str) -> None:
         """Hand over a request that gets an error file."""
-        self._queue.put((rid, 0, None, sentence))
+        self.given += 1
+        self._queue.put(_Order(rid, sentence=sentence))
 
-    def release(self, size_bytes: int) -> None:
-        """Give back room that was admitted."""
-        with self._lock:
-            self._waiting_bytes -= size_bytes
+    def flush(self, seconds: float) -> bool:
+        """Wait until all that was given so far is in place, for `seconds` at the most."""
+        given, deadline = self.given, time.monotonic() + seconds
+        while self.done < given:
+            if time.monotonic() > deadline:
+                logger.error("Relight dump: %d dumps were not written within %g s", given - self.done, seconds)
+                return False
+            time.sleep(0.005)
+        return True
 
     def _run(self) -> None:
         while True:
-            rid, size_bytes, finish, sentence = self._queue.get()
+            order = self._queue.get()
             try:
-                if finish is None:
-                    write_error(self.folder, rid, sentence)
-                else:
-                    self._write(rid, finish)
+                self._serve(order)
             except Exception:  # a writer that died would leave every later request without an answer
-                logger.exception("Relight dump: request %s", rid)
-            finally:
-                del finish  # and with it the tensors, before the next wait
-                self.release(size_bytes)
+                logger.exception("Relight dump: request %s", order.rid)
+            with self._lock:
+                self.done += 1
+            if order.release is not None:
+                order.release()
+            del order  # and with it the tensors, before the next wait
 
-    def _write(self, rid: str, finish: Finish) -> None:
+    def _serve(self, order: _Order) -> None:
+        if order.finish is None:
+            write_error(self.folder, order.rid, order.sentence)
+            return
         try:
-            write_sample(self.folder, rid, finish())
+            write_sample(self.folder, order.rid, order.finish())
         except DumpError as error:
-            write_error(self.folder, rid, str(error))
+            write_error(self.folder, order.rid, str(error))
         except Exception as error:
-            write_error(self.folder, rid, f"the dump could not be written ({type(error).__name__}: {error}).")
+            write_error(self.folder, order.rid, f"the dump could not be written ({type(error).__name__}: {error}).")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from relight.dump.plugin import Dumper
+from relight.dump.capture import Dumper
 
 FOLDER, DEVICE = Path(sys.argv[1]), sys.argv[2]
 HIDDEN = 8
@@ -50,18 +50,17 @@ def batch(rids: list[str], lengths: list[int], pad: int = 0, **change: Any) -> S
 
 
 def dumper(dtype: torch.dtype = torch.float32) -> Dumper:
-    return Dumper(str(FOLDER), (1, 2, 3), HIDDEN, dtype, {"format": "relight-dump-1", "layers": "[1, 2, 3]"})
+    return Dumper(str(FOLDER), (1, 2, 3), HIDDEN, dtype, {"format": "relight-dump-1", "layers": "[1, 2, 3]"}, DEVICE, 1 << 20)
 
 
 def run(use: Dumper, given: SimpleNamespace, final: torch.Tensor, aux: Any, logits: bool = True) -> None:
-    """What the hooks do around one forward, whose memory is then used again for something else."""
+    """What the hooks do around one forward, whose memory is then written again, as that of a replayed graph is."""
     forward = use.begin(given)
     if forward is None:
         return
     if logits:
         use.capture(forward, final, aux)
     use.end(forward)
-    use.begin(batch(["other"], [1]))  # the next forward, which waits for the copies
     for tensor in (final, *(aux if isinstance(aux, (list, tuple)) else [aux] if aux is not None else [])):
         tensor.fill_(-1)
     given.input_ids.fill_(-1)
@@ -123,8 +122,7 @@ def main() -> None:
     told["untold"] = answer("relight-untold")
     run(plain, batch(["relight-skipped"], [2]), rows(2, 9), three(2), logits=False)
     told["skipped"] = answer("relight-skipped")
-    slow.writer.limit_bytes = 1
-    slow.writer.admit(1)  # a sample that no writer has taken yet
+    slow.arena.take(1 << 20)  # samples that no writer has taken yet
     run(slow, batch(["relight-late"], [2]), rows(2, 9), three(2))
     told["late"] = answer("relight-late")
 
