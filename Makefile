@@ -6,6 +6,7 @@
 #   make test    all tests
 #   make torture two kills in each stage of a recovery, by seed (about half an hour)
 #   make test-storage   the long tests of disks and migrations too (root; rsync and xfsprogs installed)
+#   make bench-dump what dumping costs a server on a GPU (RELIGHT_BENCH_*: see bench/dump.py)
 #   make bench-migrate  how fast a volume is moved and read back (root; rsync and fio installed)
 #   make lint    ruff, mypy, yamllint, ansible-lint, ansible-test sanity
 #   make clean   remove .venv and build
@@ -20,7 +21,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test torture test-storage bench-migrate lint clean controller sglang
+.PHONY: help demo test torture test-storage bench-dump bench-migrate lint clean controller sglang
 
 BIN := .venv/bin
 # An environment whose Python runs is kept: one laid over it by another Python would break it.
@@ -71,6 +72,9 @@ torture: $(CONTROLLER) $(SGLANG)
 test-storage: $(CONTROLLER)
 	@tools/check-system unshare nsenter mount
 	@RELIGHT_LONG_TESTS=storage $(BIN)/python -m pytest tests/unit/test_fstab.py tests/unit/test_attached.py tests/integration/test_migration*.py
+
+bench-dump: $(CONTROLLER)
+	@$(BIN)/python bench/dump.py
 
 bench-migrate: $(CONTROLLER)
 	@$(BIN)/python bench/migrate.py
