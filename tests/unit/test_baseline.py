@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -63,6 +65,7 @@ def test_an_equal_baseline_keeps_its_time_and_a_busy_host_its_measured_bandwidth
 
 
 KNOWN = baseline.make(WELL, None, 0)
+BROKEN = {**KNOWN, "after_the_fact": True}
 FAULTS = {
     "well": (WELL, None, None, PASS, []),
     "no server": (changed(server=None), None, None, FAIL, ["server-not-found"]),
@@ -79,6 +82,7 @@ FAULTS = {
     "the copy differs": (WELL, {**KNOWN, "mounts": [1]}, KNOWN, WARN, ["baseline-differs"]),
     "another controller adopted": (WELL, KNOWN, None, WARN, ["baseline-differs"]),
     "after the fact, all is warning": (changed(server=None, services=None, after_the_fact=True), None, None, WARN, None),
+    "after the fact, once more": (changed(after_the_fact=True), BROKEN, BROKEN, PASS, []),
     "after the fact, beside the known-good": (changed(after_the_fact=True), KNOWN, KNOWN, WARN, ["baseline-kept"]),
 }
 
@@ -230,6 +234,18 @@ def test_a_mount_is_named_by_what_survives_a_reboot(tmp_path, monkeypatch):
     monkeypatch.setattr(adoption, "_number", lambda path: device)
     (found,) = adoption.look_at_mounts(["/"], str(tmp_path))
     assert (found["uuid"], found["by_id"], found["source"]) == ("u-1", "nvme-Disk_S1", None)
+
+
+def test_what_marks_a_unit_of_ours_is_no_setting():
+    environment = {"RELIGHT_UNIT": "relight-sglang", "RELIGHT_UNIT_HASH": "1", "RELIGHT_DUMP_DIR": "/d", "NCCL_PROTO": "LL", "HOME": "/"}
+    child = subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True); input()"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdout.readline() == b"\n"
+    found = adoption._of_process(child.pid, "relight-sglang", adoption.Where(port=1))
+    child.communicate(b"\n")
+    assert dict(found.environment) == {"NCCL_PROTO": "LL", "RELIGHT_DUMP_DIR": "/d"}
+    assert (found.healthy, found.readable, found.command[1]) == (False, True, "-c")
 
 
 def test_the_server_is_the_one_on_the_port_and_no_other():

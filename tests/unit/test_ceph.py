@@ -97,6 +97,14 @@ def test_a_fault_gets_its_code_and_verdict(fault):
     assert (gate.verdict, [problem.code for problem in gate.problems]) == (verdict, [code])
 
 
+def test_hosts_and_roots_in_the_list_are_no_osds():
+    def add(value):
+        value["osd_df"]["nodes"].append({"id": -1, "name": "default", "type": "root", "kb": 100, "utilization": 99.0})
+
+    gate = judged(changed(add))
+    assert (gate.verdict, gate.evidence["osds"], gate.evidence["fullest_osd"]) == (PASS, 1, "osd.0")
+
+
 def test_room_is_that_of_the_pool():
     room = recorded("healthy")["df"]["pools"][1]["stats"]["max_avail"]
     name = recorded("healthy")["df"]["pools"][1]["name"]

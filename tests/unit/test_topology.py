@@ -182,6 +182,8 @@ def test_bus_bandwidth_is_counted_as_nccl_tests_do():
     eight = collective.Reduced(replace(PLAN, size=8, bytes=10**9), ranks)
     assert eight.bus_gb_s == pytest.approx(2 * 7 / 8 / 0.01)
     assert collective.Reduced(PLAN, (DONE[0], waiting(1))).bus_gb_s is None
+    slow = replace(DONE[1], seconds=(0.04, 0.02, 0.02))
+    assert collective.Reduced(PLAN, (DONE[0], slow)).bus_gb_s == pytest.approx((1 << 28) / 0.02 / 1e9), "the slowest rank counts"
 
 
 # --- NVML, /dev and /proc ---------------------------------------------------------------------------------------------
@@ -231,6 +233,24 @@ def test_what_nvml_says_of_every_gpu(box):
     first, second = seen.devices
     assert (first.pci, first.pcie_width, first.nvlinks, first.links, first.numa_node) == ("0000:10:00.0", 8, 2, {"0000:11:00.0": "NV2"}, 1)
     assert (second.minor, second.ecc, second.links, second.numa_node) == (7, False, {"0000:10:00.0": "PIX"}, None)
+
+
+def test_links_to_a_switch_count_and_are_no_links_to_a_gpu(box):
+    box[1].write_text("gpu 1 0\nnvlink 00000000:11:00.0\nnvlink 00000000:55:00.0\nnvlink 00000000:55:00.0\ngpu 1 0\n")
+    first = read(box).devices[0]
+    assert (first.nvlinks, first.links) == (3, {"0000:11:00.0": "NV1"})
+
+
+def test_nothing_reduces_where_a_process_computes(box, tmp_path):
+    plan = collective.Plan(str(tmp_path / "none"), {}, 2, limit_seconds=5)
+    query = Query(2, nvml_library=box[2], collective=plan)
+    box[1].write_text(f"gpu 1 0\nhold compute {os.getpid()} 1\ngpu 1 0\n")
+    seen = topology.look(query)
+    assert (seen.reduced, seen.not_reduced) == (None, "1 GPUs are in use")
+    box[1].write_text("gpu 1 0\n")
+    assert topology.look(query).not_reduced == "the GPUs are not all there"
+    box[1].write_text("gpu 1 0\ngpu 1 0\n")
+    assert topology.look(query).reduced is not None
 
 
 def test_device_files_are_those_of_the_minor_numbers(box):
@@ -373,7 +393,7 @@ def rank_process(number, within=30.0):
 
 @sglang
 def test_a_stopped_rank_is_named_within_the_limit():
-    plan = collective.Plan(str(SERVING), GLOO, 2, "gloo", 1 << 20, 2, 6.0)
+    plan = collective.Plan(str(SERVING), GLOO, 2, "gloo", 1 << 20, 10**6, 6.0)  # more rounds than it can come to before it is stopped
     ended = []
     thread = threading.Thread(target=lambda: ended.append(collective.run(plan)))
     start = time.monotonic()

@@ -1,5 +1,6 @@
 """weights_check on model directories broken one way each, through the real module."""
 
+import errno
 import hashlib
 import json
 import os
@@ -7,7 +8,7 @@ import time
 
 import numpy
 import pytest
-from ansible_collections.relight.recovery.plugins.module_utils import weights
+from ansible_collections.relight.recovery.plugins.module_utils import digests, weights
 from safetensors.numpy import load_file, save_file
 
 from tests.harness import run_module
@@ -320,6 +321,20 @@ def test_an_unchanged_file_is_read_once_and_a_changed_one_again(model, tmp_path)
     os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))  # the same length, time and inode; the kernel's own time tells
     assert read_bytes() == (status.st_size, ["weights-digest"])
     assert read_bytes() == (0, ["weights-digest"]), "a wrong file stays wrong without being read"
+
+
+def test_a_digest_is_remembered_only_of_what_is_on_the_disk(model, tmp_path, monkeypatch):
+    def fails(_fd):
+        raise OSError(errno.EIO, "lost")
+
+    monkeypatch.setattr(digests.os, "fsync", fails)
+    cache = digests.Cache(None)
+    found = digests.of(str(model), NAMES, cache, 60).found
+    assert found == {name: hashlib.sha256((model / name).read_bytes()).hexdigest() for name in NAMES}
+    assert [cache.get(str(model / name), (model / name).stat()) for name in NAMES] == [None] * 3
+    monkeypatch.undo()
+    digests.of(str(model), NAMES, cache, 60)
+    assert [cache.get(str(model / name), (model / name).stat()) for name in NAMES] == [found[name] for name in NAMES]
 
 
 def test_a_torn_or_foreign_cache_is_no_verdict(model, tmp_path):
