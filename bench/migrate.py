@@ -176,15 +176,14 @@ def relight(at: Place, digest: str) -> tuple[float, float]:
     (state / "job.json").write_text(json.dumps({**job, "digest": digest, "workers": WORKERS}))
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "collections")}
     start = time.monotonic()
-    process = subprocess.Popen([sys.executable, "-m", SERVICE, str(state / "job.json")], env=environment)
-    _pid, status, usage = os.wait4(process.pid, 0)
+    status = subprocess.run([sys.executable, "-m", SERVICE, str(state / "job.json")], env=environment, check=False).returncode
     seconds = time.monotonic() - start
     progress = json.loads((state / "progress.json").read_text())
     if status or progress["read_back_bytes"] != progress["copied_bytes"] or progress["copied_bytes"] < BYTES:
         sys.exit(f"bench-migrate: the service did not do its work: {progress}")
     (at.target / migration.MARKER).unlink()
     shutil.rmtree(state)
-    return seconds, usage.ru_maxrss / 1024
+    return seconds, progress["peak_kib"] / 1024
 
 
 def rsync(at: Place, *more: str) -> None:

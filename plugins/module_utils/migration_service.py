@@ -14,6 +14,7 @@ import errno
 import json
 import os
 import queue
+import resource
 import signal
 import stat
 import sys
@@ -218,6 +219,7 @@ class Service:
                 "bytes_done": min(numbers.bytes_done, numbers.bytes_total),
                 "current": next((worker.now for worker in self.workers if worker.now), ""),
                 "digest": self.job.digest,
+                "peak_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
                 "unreadable": dict(list(self.unreadable.items())[:LISTED]),
                 "unreadable_files": len(self.unreadable),
                 "changing": dict(list(self.changing.items())[:LISTED]),
