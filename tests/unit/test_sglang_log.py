@@ -41,6 +41,8 @@ def stamp(seconds):
         ("0.5.23-cpu-tp2-ready.log", None, "stopped", 2, None),
         ("0.5.17-h200-ready.log", None, "ready", 1, None),
         ("0.5.17-h200-ready.log", "fired up", "starting", 1, None),
+        ("0.5.17-h200-prefill-graphs-ready-then-sigterm.log", "SIGTERM", "ready", 1, None),
+        ("0.5.17-h200-prefill-graphs-ready-then-sigterm.log", None, "stopped", 1, None),
         ("0.5.17-h200-dies-in-warmup.log", None, "fatal", 1, RMSNORM),
         ("sglang_extraction2.tail.log", None, "unknown", 0, None),
     ],
