@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from ansible_collections.relight.recovery.plugins.module_utils import collective, gpu_stack, topology
+from ansible_collections.relight.recovery.plugins.module_utils import collective, gpu_stack, procs, topology
 from ansible_collections.relight.recovery.plugins.module_utils.gate import Verdict
 from ansible_collections.relight.recovery.plugins.module_utils.gpu_stack import Device, Node, Stack
 from ansible_collections.relight.recovery.plugins.module_utils.topology import Host, Query, Seen
@@ -377,16 +377,16 @@ def test_two_real_ranks_reduce_and_are_measured(box):
 
 
 def rank_process(number, within=30.0):
-    """The pid of a rank, once it runs."""
+    """The pid of our own rank, once it runs."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
-        for name in filter(str.isdigit, os.listdir("/proc")):
+        for child in (process for process in procs.every().values() if process.ppid == os.getpid()):
             try:
-                words = open(f"/proc/{name}/cmdline", "rb").read().split(b"\0")
+                words = open(f"/proc/{child.pid}/cmdline", "rb").read()
             except OSError:
                 continue
-            if f'{{"rank": {number}, "size": 2, '.encode() in b"".join(words[-2:]):
-                return int(name)
+            if f'{{"rank": {number}, '.encode() in words:
+                return child.pid
         time.sleep(0.01)  # a process can only be looked for
     raise AssertionError(f"rank {number} never ran")
 
