@@ -32,6 +32,22 @@ def told(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.parametrize(("how", "code"), [("signal", "-15"), ("exit", "0")])
+def test_a_rank_that_ends_has_written_what_it_captured(tmp_path, how, code):
+    done = subprocess.run(
+        [str(PYTHON), str(Path(__file__).with_name("dumper_ends.py")), str(tmp_path), how],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'collections'}"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    captured, ended = (line.split() for line in done.stdout.splitlines())
+    assert ended == ["ended", code], done.stderr[-3000:]
+    assert int(captured[1]) < 24, "nothing was waiting any more"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"relight-{n}" for n in range(24))
+
+
 def expected(tokens: range, layers: tuple[int, ...]) -> list[list[float]]:
     return [[100.0 * layer + t for layer in layers for _ in range(8)] for t in tokens]
 
