@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 
+from relight.dump import capture
 from relight.dump.capture import Dumper
 
+capture.RING_CHUNKS, capture.CHUNK_BYTES = 2, 4096  # on a GPU: so small that every batch goes round
 FOLDER, DEVICE = Path(sys.argv[1]), sys.argv[2]
 HIDDEN = 8
 
@@ -66,14 +68,14 @@ def run(use: Dumper, given: SimpleNamespace, final: torch.Tensor, aux: Any, logi
     given.input_ids.fill_(-1)
 
 
-def answer(rid: str) -> dict[str, Any]:
+def answer(rid: str, folder: Path = FOLDER) -> dict[str, Any]:
     """The dump or the error of a request, waited for."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        if (FOLDER / f"{rid}.error").exists():
-            return {"error": json.loads((FOLDER / f"{rid}.error").read_text())["error"]}
-        if (FOLDER / rid).exists():
-            return read((FOLDER / rid).read_bytes())
+        if (folder / f"{rid}.error").exists():
+            return {"error": json.loads((folder / f"{rid}.error").read_text())["error"]}
+        if (folder / rid).exists():
+            return read((folder / rid).read_bytes())
         time.sleep(0.01)
     return {"error": "nothing came"}
 
@@ -125,6 +127,14 @@ def main() -> None:
     slow.arena.take(1 << 20)  # samples that no writer has taken yet
     run(slow, batch(["relight-late"], [2]), rows(2, 9), three(2))
     told["late"] = answer("relight-late")
+
+    lengths = [1 + 7 * n % 50 for n in range(60)]
+    folder = FOLDER.with_name(FOLDER.name + "-many")
+    folder.mkdir()
+    total, rids = sum(lengths), [f"relight-{n}" for n in range(60)]
+    many = Dumper(str(folder), (1, 2, 3), HIDDEN, torch.float32, {}, DEVICE, 4 << 20)
+    run(many, batch(rids, lengths), rows(total, 9), three(total))
+    told["many"] = [answer(rid, folder) for rid in rids]
 
     for given in (
         batch(["relight-decode"], [1], forward_mode=Mode(False)),

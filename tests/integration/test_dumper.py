@@ -67,6 +67,16 @@ def test_packed_auxiliary_states_are_the_same(told):
     assert told["packed"]["aux_hidden_state"]["rows"] == expected(range(2), (1, 2, 3))
 
 
+def test_many_requests_of_one_batch_each_get_their_own_rows(told):
+    first = 0
+    for number, dump in enumerate(told["many"]):
+        tokens = range(first, first + 1 + 7 * number % 50)
+        first = tokens.stop
+        assert dump["input_ids"]["rows"] == [1000 + t for t in tokens]
+        assert dump["hidden_state"]["rows"] == expected(tokens, (9,))
+        assert dump["aux_hidden_state"]["rows"] == expected(tokens, (1, 2, 3))
+
+
 def test_another_dtype_is_asked_for(told):
     assert told["half"]["hidden_state"]["dtype"] == told["half"]["aux_hidden_state"]["dtype"] == "BF16"
     assert told["half"]["hidden_state"]["rows"] == [[900.0] * 8, [900.0] * 8]  # 901 has no bfloat16 of its own
