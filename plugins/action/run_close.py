@@ -26,13 +26,16 @@ class ActionModule(ActionBase):
         report_dir = self._templar.template(task_vars["relight_report_dir"])
         folder = RunFolder(folder_of({"relight_report_dir": report_dir}, self._task.check_mode))
         host = task_vars["inventory_hostname"]
+        # Every play closes a second time, for a host that was stopped: one that came to its end has been told of.
+        told = not self._task.args.get("ended") and any(record.get("kind") == "closed" for record in folder.records(host))
         if self._task.args.get("ended"):
             folder.add(host, {"kind": "closed", "journal": self._task.args.get("journal") or []})
         value = folder.write_html()
         part = value["hosts"][host]
-        display.display(f"\n{host}: {part['verdict'].upper()}: {part['reason']}")
-        if value["paste"]:
-            display.display(f"To consent, paste:\n{value['paste']}")
-        display.display(f"The report: {os.path.join(folder.folder, 'report.html')}")
+        if not told:
+            display.display(f"\n{host}: {part['verdict'].upper()}: {part['reason']}")
+            if value["paste"]:
+                display.display(f"To consent, paste:\n{value['paste']}")
+            display.display(f"The report: {os.path.join(folder.folder, 'report.html')}")
         result.update(changed=False, verdict=part["verdict"], report=folder.report_file)
         return result

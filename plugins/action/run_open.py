@@ -66,7 +66,9 @@ class ActionModule(ActionBase):
         group, groups = self._task.args["group"], task_vars["groups"]
         hosts = tuple(groups.get(group, ()))
         if not hosts:
-            known = ", ".join(sorted(g for g in groups if g not in ("all", "ungrouped"))) or "none"
+            known = ", ".join(sorted(g for g in groups if g not in ("all", "ungrouped")))
+            if not known:
+                raise Refused(f"the inventory has no group {group!r} and no other; name yours with -i, as in -i inventory/mine")
             raise Refused(f"no host is in the group {group!r}; set relight_target to one of the inventory's groups: {known}")
         limit = task_vars.get("ansible_limit")
         if not limit:

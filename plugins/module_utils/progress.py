@@ -12,6 +12,7 @@ from typing import Any
 from ansible_collections.relight.recovery.plugins.module_utils.gate import Gate, Problem, Verdict
 
 STALE_SECONDS = 30.0  # the client beats each second; a beat this old is no beat
+LAST_PHASES = ("done", "drained", "failed", "stopped")  # what the client says of itself when it ends
 GOALS = ("none", "first_samples", "finished")
 
 
@@ -93,9 +94,11 @@ def judge(seen: Seen, missing: int | None, goal: str) -> tuple[Gate, bool, str]:
             progress.get("error")
             or f"the client ended in phase {progress.get('phase')} at {progress.get('done')} of {progress.get('total')}{left}"
         )
-        gate.problems.append(
-            Problem("extraction-ended", "relight-extract", what, "mend that and run recover.yml again: it resumes", Verdict.FAIL)
-        )
+        remedy = "mend that and run recover.yml again: it resumes"
+        if not progress.get("error") and progress.get("phase") not in LAST_PHASES:
+            what += " without a last word, as one that is killed"
+            remedy = "run recover.yml again: it resumes; if it ends so once more, its log and the kernel's (out of memory?) may tell why"
+        gate.problems.append(Problem("extraction-ended", "relight-extract", what, remedy, Verdict.FAIL))
         return gate, True, line
     if seen.age_seconds >= STALE_SECONDS:
         what = f"lives, but its last beat is {seen.age_seconds:.0f} s old"

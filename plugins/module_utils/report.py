@@ -32,6 +32,7 @@ RESUMED = "resumed"
 NOT_CLEAR = "not-clear"
 GOOD = (CLEAR, WARNINGS, RESUMED)  # the verdicts on which a front exits 0
 PLANNED = "depends-on-planned-act"
+PLANNED_SHOWN = 3  # acts of a check run in its one sentence; the report has them all
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,13 @@ def _judged(run: Run, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def host_verdict(run: Run, records: list[dict[str, Any]], closed: dict[str, Any] | None) -> tuple[str, str]:
     """The verdict and the sentence that gives its reason."""
-    if run.check:
-        return NOT_CLEAR, "a check run plans and proves nothing"
     stopped = next((r for r in records if r.get("stopped")), None)
     if stopped:
         return NOT_CLEAR, stopped.get("message") or f"stopped at {stopped['stage']}: {stopped['gate']['summary']}"
     if closed is None:
         return NOT_CLEAR, "the host was not reached" if not records else "the run did not come to its end"
+    if run.check:
+        return NOT_CLEAR, f"a check run proves nothing; {_plan(records)}"
     if run.tags:
         return NOT_CLEAR, f"only {', '.join(run.tags)} ran; run without tags for the all-clear"
     last = _last_by_gate(_judged(run, records))
@@ -117,6 +118,12 @@ def host_verdict(run: Run, records: list[dict[str, Any]], closed: dict[str, Any]
     if warned:
         return WARNINGS, f"warnings from {', '.join(warned)}"
     return CLEAR, "every gate passes"
+
+
+def _plan(records: list[dict[str, Any]]) -> str:
+    acts = [action for record in records for action in record.get("actions", [])]
+    more = f", and {len(acts) - PLANNED_SHOWN} more in the report" if len(acts) > PLANNED_SHOWN else ""
+    return f"it plans: {', '.join(acts[:PLANNED_SHOWN])}{more}" if acts else "it plans no act"
 
 
 def _stages(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -147,8 +154,10 @@ def samples_and_tokens(records: list[dict[str, Any]]) -> tuple[dict[str, int], d
     quarantined = sum(e["quarantined"] for e in moves)
     before = moves[0] if moves else inventories[0]
     added = after["intact"] - before["intact"]
-    redone = max(0, min(quarantined, added))
-    tokens_redone = sum(e.get("tokens_quarantined", 0) for e in moves) if redone == quarantined else 0
+    # What was moved is a record's sample if that record is missing since; a file of no record is not redone.
+    lost = quarantined if before is inventories[0] else min(quarantined, max(0, before["missing"] - inventories[0]["missing"]))
+    redone = max(0, min(lost, added))
+    tokens_redone = sum(e.get("tokens_quarantined", 0) for e in moves) if redone == lost else 0
     probes = sum(r["gate"]["evidence"].get("probe_tokens", 0) for r in records)
     samples = {
         "total": after["total"],

@@ -7,10 +7,14 @@ from __future__ import annotations
 import functools
 import html
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from tests.plays import recover
+from tests.plays import ROOT, recover
 
 
 @pytest.fixture
@@ -60,6 +64,21 @@ def test_a_limit_that_leaves_out_the_opening_play_is_refused_with_the_way_round(
     code, output, _ = play("--limit", "h1")
     assert code != 0
     assert "use -e relight_target=HOST" in output
+
+
+def test_a_run_without_an_inventory_says_how_to_name_one(tmp_path):
+    done = subprocess.run(
+        [Path(sys.executable).with_name("ansible-playbook"), ROOT / "recover.yml"],
+        cwd=tmp_path,
+        env={**os.environ, "ANSIBLE_NOCOLOR": "1", "ANSIBLE_LOCAL_TEMP": str(tmp_path / "tmp"), "PWD": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "name yours with -i, as in -i inventory/mine" in done.stdout + done.stderr
 
 
 def test_the_former_report_is_kept(play, tmp_path):

@@ -39,6 +39,14 @@ def test_judge(what, missing, goal, verdict, settled, finished):
     assert line
 
 
+def test_a_client_that_was_killed_is_not_said_to_have_told_why():
+    (killed,) = progress.judge(seen(alive=False), 70, "none")[0].problems
+    assert killed.what == "the client ended in phase extracting at 90 of 160 without a last word, as one that is killed"
+    assert killed.remedy.startswith("run recover.yml again: it resumes")
+    (told,) = progress.judge(seen(alive=False, phase="failed", error="the server is away"), 70, "none")[0].problems
+    assert (told.what, told.remedy) == ("the server is away", "mend that and run recover.yml again: it resumes")
+
+
 def test_a_client_of_another_boot_is_not_alive_even_if_its_pid_is(tmp_path):
     (tmp_path / "progress.json").write_text(json.dumps({"pid": os.getpid(), "boot_id": "other", "time": 0.0, "phase": "extracting"}))
     assert progress.look(str(tmp_path), 10.0, "this").alive is False

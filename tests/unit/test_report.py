@@ -95,6 +95,30 @@ def test_samples_are_counted_from_before_to_after():
     assert tokens == {"intact": 11000, "redone": 190, "probes": 312}
 
 
+def test_a_quarantined_file_that_was_no_sample_is_not_redone():
+    inventory = [
+        gate("shard_inventory", "fail", stage="assess", total=160, intact=156, torn=1, foreign=1, missing=3),
+        gate("shard_inventory", stage="verify", total=160, intact=156, torn=1, foreign=1, missing=4, quarantined=2, tokens_quarantined=90),
+        gate("shard_inventory", total=160, intact=160, missing=0),
+    ]
+    samples, tokens = report.samples_and_tokens(inventory)
+    assert (samples["quarantined"], samples["redone"], samples["new"]) == (2, 1, 3)
+    assert tokens["redone"] == 90
+
+
+def reason(lines, **changes):
+    return report.report(run(**changes), {"a": lines}, now=130.0)["hosts"]["a"]["reason"]
+
+
+def test_a_check_run_says_what_it_plans_and_where_it_stopped():
+    act = {**gate("unit:x"), "actions": ["start x"]}
+    many = {**gate("unit:x"), "actions": [f"start x{i}" for i in range(5)]}
+    assert reason([gate("gpu_free"), DONE, CLOSED], check=True) == "a check run proves nothing; it plans no act"
+    assert reason([act, DONE, CLOSED], check=True) == "a check run proves nothing; it plans: start x"
+    assert reason([many, CLOSED], check=True).endswith("it plans: start x0, start x1, start x2, and 2 more in the report")
+    assert reason([{**gate("gpu_free", stopped=True), "message": "needs consent"}, CLOSED], check=True) == "needs consent"
+
+
 def test_stages_span_their_gates_and_take_the_worst_verdict():
     stages = report._stages(
         [gate("a", "warn", stage="free", time=105.0), gate("b", stage="free", time=109.5), gate("c", "unknown", stage="ready")]
