@@ -379,15 +379,18 @@ class Tally:
     _gone: set[int] = field(default_factory=set)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Take in one line of a survey."""
+        """Take in one line of a survey.
+
+        A host's environment may be older than this: a check run, or an assessment after an upgrade, looks with the former one.
+        """
         if "top" in line:
             top = line["top"]
             self.shards, self.total, self.tokens_total, self.fixed = top["shards"], top["total"], top["tokens"], top["fixed"]
-            self.compared = top["compared"]
+            self.compared = top.get("compared", 0)
         self.temporaries += line.get("temporaries", 0)
         self.quarantined += line.get("quarantined", 0)
         if "found" in line:
-            self._add(Found(**{item.name: line["found"][item.name] for item in fields(Found)}))
+            self._add(Found(**{item.name: line["found"][item.name] for item in fields(Found) if item.name in line["found"]}))
 
     def _add(self, found: Found) -> None:
         if found.verdict == MISSING:
@@ -403,7 +406,8 @@ class Tally:
             return
         self.tokens_intact += found.tokens
         self.adopted += found.unknown_before
-        self.trusted[found.trust] = self.trusted.get(found.trust, 0) + 1
+        if found.trust:
+            self.trusted[found.trust] += 1
         if found.enter is not None:
             self.unentered += 1
             self.enter.append(found)

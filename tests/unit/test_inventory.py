@@ -50,6 +50,15 @@ def test_a_good_store(tmp_path, depth):
     assert evidence["bytes"] == sum(path.stat().st_size for path in Path(tmp_path).rglob("*.ckpt"))
 
 
+def test_the_lines_of_an_older_host_environment_are_understood():
+    """A check run after an upgrade looks at the store with the environment that the host still has."""
+    tally = Tally()
+    tally.add({"top": {"shards": ["rows_0-2000"], "total": 2, "tokens": 9, "fixed": True}})
+    tally.add({"found": {"path": "rows_0-2000/data_0.ckpt", "index": 0, "verdict": "intact", "bytes": 5, "tokens": 4}})
+    assert (tally.intact, list(tally.missing()), sum(tally.trusted.values())) == (1, [1], 0)
+    assert tally.evidence()["tokens_intact"] == 4
+
+
 def test_an_absent_store_is_empty(tmp_path):
     tally = inventory.take(str(tmp_path / "none"), "specforge", str(fix(tmp_path / "dataset", LENGTHS)))
     assert verdicts(tally) == {}
