@@ -382,6 +382,8 @@ def main() -> int:
         return 130
     took = show.clock(time.monotonic() - demo.steps.begun)
     demo.steps.say(f"\nALL CLEAR, and proven, after {took}.\nThe report: {REPORT / 'report.html'}")
+    if wanted.keep:
+        demo.steps.say("The host is kept. To type at it: source .venv/bin/activate. To end it: python -m demo.host stop")
     return 0
 
 
