@@ -64,12 +64,13 @@ class ActionModule(ActionBase):
     def _expected_hosts(self, task_vars: dict[str, Any]) -> tuple[str, ...]:
         """The group's hosts, less those that a --limit of plain names leaves out."""
         group, groups = self._task.args["group"], task_vars["groups"]
-        hosts = tuple(groups.get(group, ()))
+        parts = [groups.get(part, [part] if part in groups["all"] else []) for part in re.split("[,:]", group)]
+        hosts = tuple(dict.fromkeys(host for part in parts for host in part)) if all(parts) else ()
         if not hosts:
             known = ", ".join(sorted(g for g in groups if g not in ("all", "ungrouped")))
             if not known:
                 raise Refused(f"the inventory has no group {group!r} and no other; name yours with -i, as in -i inventory/mine")
-            raise Refused(f"no host is in the group {group!r}; set relight_target to one of the inventory's groups: {known}")
+            raise Refused(f"no host is in the group {group!r}; set relight_target to one of the inventory's groups or hosts: {known}")
         limit = task_vars.get("ansible_limit")
         if not limit:
             return hosts

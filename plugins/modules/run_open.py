@@ -20,7 +20,7 @@ attributes:
     description: Changes nothing on a host in any mode; a check run reports to a folder of its own.
 options:
   group:
-    description: The inventory group to recover.
+    description: The inventory group to recover, or one of its hosts. Several are parted by commas.
     type: str
     required: true
   kind:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.plays import ROOT, recover
 
@@ -32,7 +33,7 @@ def play(tmp_path):
         (
             ["-e", "relight_target=relihgt"],
             {},
-            "no host is in the group 'relihgt'; set relight_target to one of the inventory's groups: relight",
+            "no host is in the group 'relihgt'; set relight_target to one of the inventory's groups or hosts: relight",
         ),
         (["--tags", "fre"], {}, "unknown tag fre; the stages are: assess, storage"),
         (["--skip-tags", "verfy"], {}, "unknown tag verfy"),
@@ -60,10 +61,35 @@ def test_an_unreachable_host_is_not_clear(play, tmp_path):
     assert "h1: not-clear" in (tmp_path / "report/report.html").read_text()
 
 
+@pytest.mark.parametrize("target", ["h1", "relight", "h1,relight"])
+def test_a_target_may_be_a_host(play, target):
+    _, _, report = play(
+        "-e", f"relight_target={target}", host={"ansible_connection": "ssh", "ansible_host": "127.0.0.1", "ansible_port": 9}
+    )
+    assert report["refused"] == ""
+    assert list(report["hosts"]) == ["h1"]
+
+
+@pytest.mark.parametrize("target", ["h2", "h1,h2"])
+def test_a_target_that_is_not_there_is_refused(play, target):
+    _, output, report = play("-e", f"relight_target={target}")
+    assert f"no host is in the group '{target}'" in output
+    assert report["hosts"] == {}
+
+
 def test_a_limit_that_leaves_out_the_opening_play_is_refused_with_the_way_round(play):
     code, output, _ = play("--limit", "h1")
     assert code != 0
     assert "use -e relight_target=HOST" in output
+
+
+def test_every_playbook_refuses_to_run_without_the_opening_play():
+    """Else what it finds would go into the report of an earlier run."""
+    plays = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / "playbooks").glob("*.yml") if path.name != "open.yml"}
+    wanted = plays["recover.yml"][1]["pre_tasks"]
+    for name, (opening, *acting) in plays.items():
+        assert opening["ansible.builtin.import_playbook"] == "open.yml", name
+        assert [play["pre_tasks"] for play in acting] == [wanted] * len(acting), name
 
 
 def test_a_run_without_an_inventory_says_how_to_name_one(tmp_path):
