@@ -8,7 +8,9 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,7 +30,29 @@ pytestmark = [
 
 LAYERS = (1, 14, 26)
 MAX_ERROR = 1e-4
+BUDGET = 64 << 20
+TOKEN_BYTES = 4 * 576 * 4
 NEW_TOKENS = re.compile(r"Prefill batch.*?#new-token: (\d+)")
+
+# Four heads, which two ranks can share; random weights.
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "vocab_size": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 # Runs in the SGLang environment: the largest relative error (L2, of any token) of each part of each dump.
 COMPARE = """
@@ -86,7 +110,10 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     dumps = folder / "dumps"  # the plugin makes it
     env = sglang_server.environment(
-        sglang_server.entry_point(folder / "plugins"), RELIGHT_DUMP_DIR=str(dumps), RELIGHT_DUMP_LAYERS=",".join(map(str, LAYERS))
+        sglang_server.entry_point(folder / "plugins"),
+        RELIGHT_DUMP_DIR=str(dumps),
+        RELIGHT_DUMP_LAYERS=",".join(map(str, LAYERS)),
+        RELIGHT_DUMP_BUDGET_BYTES=str(BUDGET),
     )
     server = Server(folder / "log", env, *RIGHT)
     server.dumps = dumps
@@ -188,6 +215,85 @@ def test_a_dump_that_cannot_be_put_in_place_gets_its_error_file(server):
     assert not [name for name in os.listdir(server.dumps) if name.endswith(".tmp")]
 
 
+def test_a_request_beyond_the_budget_is_refused_before_a_rank_sees_it(server):
+    lying = sum(path.stat().st_size for path in server.dumps.iterdir() if path.name != "server.json" and path.is_file())
+    filler, before = server.dumps / "filler", tokens_prefilled(server)
+    with filler.open("wb") as handle:
+        handle.truncate(BUDGET + BUDGET // 16 - lying - 250 * TOKEN_BYTES)
+    rids = [f"relight-0000abcd-budget{n}-1" for n in range(4)]
+    ids = list(range(1000, 1100))
+    try:
+        answers = [send(server, rid, ids) for rid in rids]
+        assert [status for status, _ in answers] == [200, 200, 503, 503]
+        assert "budget of 67108864 bytes is used up" in answers[2][1]
+        assert send(server, "other", ids)[0] == 200
+    finally:
+        filler.unlink()
+    assert send(server, rids[3], ids)[0] == 200
+    wait_for((server.dumps / rids[3]).exists, 20, "no dump once there was room")
+    assert {name for name in names(server) if "budget" in name} == {rids[0], rids[1], rids[3]}
+    wait_for(lambda: tokens_prefilled(server) - before >= 400, 10, "the log lags")
+    assert tokens_prefilled(server) - before == 400
+
+
+def test_two_ranks_agree_while_the_budget_comes_and_goes(tmp_path):
+    model, dumps = tmp_path / "model", tmp_path / "dumps"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(TINY))
+    env = sglang_server.environment(
+        sglang_server.entry_point(tmp_path / "plugins"),
+        RELIGHT_DUMP_DIR=str(dumps),
+        RELIGHT_DUMP_LAYERS="0,1,2",
+        RELIGHT_DUMP_BUDGET_BYTES=str(BUDGET),
+        SGLANG_CPU_OMP_THREADS_BIND="0|1",
+    )
+    more = ("--model-path", str(model), "--load-format", "dummy", "--skip-tokenizer-init", "--tp-size", "2")
+    server = Server(tmp_path / "log", env, *RIGHT, *more)
+    server.dumps, filler, end = dumps, dumps / "filler", threading.Event()
+
+    def flap() -> None:
+        while not end.wait(0.03):
+            if filler.exists():
+                filler.unlink()
+            else:
+                with filler.open("wb") as handle:
+                    handle.truncate(BUDGET * 2)
+
+    flapping, rnd, told, lock = threading.Thread(target=flap), random.Random(3), {}, threading.Lock()
+
+    def ask(number: int) -> None:
+        with lock:
+            ids = [rnd.randrange(1000) for _ in range(rnd.randrange(2, 200))]
+        status = send(server, f"relight-0000abcd-flap{number}-1", ids)[0]
+        with lock:
+            told[number] = (status, ids)
+
+    try:
+        server.wait_ready()
+        flapping.start()
+        for begin in range(0, 400, 8):
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(ask, range(begin, begin + 8)))
+            counts = [sum(status == wanted for status, _ids in told.values()) for wanted in (200, 503)]
+            if min(counts) >= 10:
+                break
+        end.set()
+        flapping.join()
+        filler.unlink(missing_ok=True)
+        assert sum(counts) == len(told)
+        assert min(counts) >= 10, f"{counts[0]} let in, {counts[1]} refused"
+        assert send(server, "relight-0000abcd-last-1", [5, 6, 7])[0] == 200
+        taken = {f"relight-0000abcd-flap{number}-1": ids for number, (status, ids) in told.items() if status == 200}
+        wait_for(lambda: names(server) >= {*taken, "relight-0000abcd-last-1"}, 20, f"only {sorted(names(server))}")
+        assert names(server) == {*taken, "relight-0000abcd-last-1", "server.json"}
+        for rid, ids in taken.items():
+            assert metadata(dumps / rid)["token_digest"] == token_digest(ids)
+            assert metadata(dumps / rid)["tp"] == "2"
+    finally:
+        end.set()
+        server.stop()
+
+
 def test_the_server_outlives_its_dump_directory(server):
     away = server.dumps.with_name("away")
     server.dumps.rename(away)
@@ -199,6 +305,20 @@ def test_the_server_outlives_its_dump_directory(server):
     assert send(server, "relight-0000abcd-back-1", [5, 6, 7])[0] == 200
     wait_for((server.dumps / "relight-0000abcd-back-1").exists, 20, "no dump after the directory came back")
     assert server.process.poll() is None
+
+
+def test_what_was_captured_is_written_before_a_rank_ends(server):
+    """SIGTERM to the rank itself, as a service manager sends it to a whole control group, right after the last answer."""
+    pid = json.loads((server.dumps / "server.json").read_text())["pid"]
+    rids = {f"relight-0000abcd-end{n}-1" for n in range(8)}
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda rid: send(server, rid, list(range(1000, 1200))), rids))
+    os.kill(pid, signal.SIGTERM)
+    assert [status for status, _ in answers] == [200] * 8
+    wait_for(lambda: not Path(f"/proc/{pid}").exists() or "Z (zombie)" in Path(f"/proc/{pid}/status").read_text(), 30, "the rank lives on")
+    assert names(server) >= rids
+    assert not [name for name in os.listdir(server.dumps) if name.endswith(".tmp")]
+    assert "requests answered; at most" in server.text()
 
 
 def test_a_launch_that_would_dump_wrongly_ends_with_one_sentence_each(tmp_path):
