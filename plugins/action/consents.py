@@ -10,7 +10,7 @@ from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 from ansible_collections.relight.recovery.plugins.module_utils import report
 from ansible_collections.relight.recovery.plugins.module_utils.gate import Gate
-from ansible_collections.relight.recovery.plugins.plugin_utils.run_folder import RunFolder, folder_of
+from ansible_collections.relight.recovery.plugins.plugin_utils.run_folder import of_task
 
 
 class ActionModule(ActionBase):
@@ -22,8 +22,7 @@ class ActionModule(ActionBase):
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         result = super().run(tmp, task_vars)
         task_vars = task_vars or {}
-        report_dir = self._templar.template(task_vars["relight_report_dir"])
-        folder = RunFolder(folder_of({"relight_report_dir": report_dir}, self._task.check_mode))
+        folder = of_task(self, task_vars)
         run = folder.run()
         host = task_vars["inventory_hostname"]
         gates = [record["gate"] for record in folder.records(host) if record.get("kind") == "gate"]

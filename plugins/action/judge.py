@@ -4,14 +4,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
 from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 from ansible_collections.relight.recovery.plugins.module_utils import report
-from ansible_collections.relight.recovery.plugins.plugin_utils.run_folder import RunFolder, folder_of
+from ansible_collections.relight.recovery.plugins.plugin_utils.run_folder import RunFolder, of_task
 
 
 class ActionModule(ActionBase):
@@ -30,10 +29,9 @@ class ActionModule(ActionBase):
             raise AnsibleActionFail(f"no gate in the result: {looked.get('msg', 'the module did not answer')}")
         gate = looked["gate"]
         check = self._task.check_mode
-        report_dir = self._templar.template(task_vars["relight_report_dir"])
-        folder = RunFolder(folder_of({"relight_report_dir": report_dir}, check))
+        folder = of_task(self, task_vars)
         host = task_vars["inventory_hostname"]
-        if not os.path.exists(folder.run_file):  # a play of the user's own that uses our roles without the opening play
+        if not folder.opened:  # a play of the user's own that uses our roles without the opening play
             folder.open(report.Run("by-hand", "roles", tuple(task_vars["ansible_play_hosts_all"]), check, (), round(time.time(), 3)))
         bad = [p for p in gate["problems"] if p["verdict"] in ("fail", "unknown")]
         if check and bad and self._mended_by_an_act(folder, host, looked, bad):
@@ -50,6 +48,7 @@ class ActionModule(ActionBase):
                 "changed": bool(looked.get("changed")),
                 "actions": looked.get("actions", []),
                 "waited_seconds": looked.get("waited_seconds", 0.0),
+                "assessed": not self._task.args.get("stops", True),
                 "stopped": stops,
                 "message": message if stops else None,
             },

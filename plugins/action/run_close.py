@@ -9,7 +9,7 @@ from typing import Any
 
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
-from ansible_collections.relight.recovery.plugins.plugin_utils.run_folder import RunFolder, folder_of
+from ansible_collections.relight.recovery.plugins.plugin_utils.run_folder import of_task
 
 display = Display()
 
@@ -23,8 +23,7 @@ class ActionModule(ActionBase):
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         result = super().run(tmp, task_vars)
         task_vars = task_vars or {}
-        report_dir = self._templar.template(task_vars["relight_report_dir"])
-        folder = RunFolder(folder_of({"relight_report_dir": report_dir}, self._task.check_mode))
+        folder = of_task(self, task_vars)
         host = task_vars["inventory_hostname"]
         # Every play closes a second time, for a host that was stopped: one that came to its end has been told of.
         told = not self._task.args.get("ended") and any(record.get("kind") == "closed" for record in folder.records(host))

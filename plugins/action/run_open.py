@@ -54,7 +54,7 @@ class ActionModule(ActionBase):
             command=self._command(task_vars, kind),
             refused=refused,
         )
-        folder = RunFolder(folder_of({"relight_report_dir": self._report_dir(task_vars, hosts)}, run.check))
+        folder = RunFolder(folder_of(self._report_dir(task_vars, hosts), run.check), run.name)
         folder.open(run)
         if refused:
             raise AnsibleActionFail(refused)

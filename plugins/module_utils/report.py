@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verdict of a run and its report, from what the gates said. Pure: records in, report out.
 
-A run folder on the controller holds `run.json` (name, expected hosts, what kind of run) and `hosts/<host>.jsonl`
+A run's folder on the controller holds `run.json` (name, expected hosts, what kind of run) and `<host>.jsonl`
 (one record a gate, written as it is judged), so that a killed run leaves a report that says not-clear.
 """
 
@@ -137,7 +137,8 @@ def _stages(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         )
         stage["begin"] = min(stage["begin"], begin)
         stage["end"] = max(stage["end"], record["time"])
-        stage["verdict"] = max(stage["verdict"], record["gate"]["verdict"], key=order.index)
+        if record["stage"] == STAGES[0] or not record.get("assessed"):  # an acting stage is as good as what it went on with
+            stage["verdict"] = max(stage["verdict"], record["gate"]["verdict"], key=order.index)
         stage["changed"] = stage["changed"] or bool(record.get("changed"))
     for stage in stages.values():
         stage["seconds"] = round(stage["end"] - stage["begin"], 3)

@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -162,6 +163,38 @@ def test_a_recovery_of_a_live_extraction_restarts_nothing(recovered: dict[str, A
     third = play("recover.yml")
     assert (third.returncode, demo.report()["verdict"]) == (0, "clear"), third.stdout
     assert proof.compare(samples(), reference(), RECORDS).faults == []
+
+
+def test_a_recovery_while_the_server_loads_restarts_nothing(recovered: dict[str, Any]) -> None:
+    mark = demo.log_bytes()
+    state = host.status(demo.HOST)
+    for pid in set(state.processes) - {state.anchor, state.supervisord}:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    first = subprocess.Popen(
+        ["ansible-playbook", "-i", "inventory/demo", "recover.yml"],
+        env=demo.environment_of_tools(),
+        cwd=demo.CHECKOUT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+    def said() -> str:
+        return demo.SERVER_LOG.read_bytes()[mark:].decode(errors="replace")
+
+    while "server_args=" not in said():
+        assert first.poll() is None, "the recovery ended before its server had started"
+        time.sleep(0.05)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    pid = unit_pids()["relight-sglang"]
+    assert "fired up" not in said(), "the server was ready too soon to be met while it loads"
+    second = play("recover.yml")
+    assert (second.returncode, demo.report()["verdict"]) == (0, "clear"), second.stdout
+    assert demo.recap(second.stdout)["changed"] == 0, second.stdout
+    assert unit_pids()["relight-sglang"] == pid
+    assert said().count("Load weight begin") == 1
 
 
 def test_status_and_assess_change_nothing(recovered: dict[str, Any]) -> None:

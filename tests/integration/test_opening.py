@@ -107,6 +107,10 @@ def test_a_run_without_an_inventory_says_how_to_name_one(tmp_path):
     assert "name yours with -i, as in -i inventory/mine" in done.stdout + done.stderr
 
 
-def test_the_former_report_is_kept(play, tmp_path):
-    play("--tags", "fre")
-    assert json.loads((tmp_path / "report/history/earlier.json").read_text())["verdict"] == "clear"
+def test_each_run_keeps_its_own_report(play, tmp_path):
+    _, _, first = play("--tags", "fre")
+    _, _, second = play("--tags", "verfy")
+    kept = tmp_path / "report/runs"
+    assert {path.name for path in kept.iterdir()} == {first["run"], second["run"]}
+    assert json.loads((kept / first["run"] / "report.json").read_text())["refused"].startswith("unknown tag fre")
+    assert (kept / first["run"] / "report.html").exists()

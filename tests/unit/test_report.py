@@ -119,6 +119,14 @@ def test_a_check_run_says_what_it_plans_and_where_it_stopped():
     assert reason([{**gate("gpu_free", stopped=True), "message": "needs consent"}, CLOSED], check=True) == "needs consent"
 
 
+def test_a_look_before_an_act_does_not_colour_the_acting_stage():
+    look = {**gate("shard_inventory", "fail", stage="storage", time=104.0), "assessed": True}
+    (stage,) = report._stages([look, gate("storage_check", stage="storage", time=105.0)])
+    assert (stage["name"], stage["verdict"]) == ("storage", "pass")
+    (stage,) = report._stages([{**look, "stage": "assess"}])
+    assert stage["verdict"] == "fail"
+
+
 def test_stages_span_their_gates_and_take_the_worst_verdict():
     stages = report._stages(
         [gate("a", "warn", stage="free", time=105.0), gate("b", stage="free", time=109.5), gate("c", "unknown", stage="ready")]
