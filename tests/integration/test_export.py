@@ -148,7 +148,7 @@ print(float((norm(pre) - post).abs().max() / post.abs().max()))
 """
 
 
-@pytest.mark.skipif(not PYTHON.exists(), reason="no SGLang environment: make setup")
+@pytest.mark.skipif(not PYTHON.exists(), reason="no SGLang environment: make test")
 def test_the_state_after_the_norm_is_the_models_own(tmp_path):
     made = fill(tmp_path, LENGTHS, (), "speculators", "pre")
     folder = model(tmp_path / "model")

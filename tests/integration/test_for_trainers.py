@@ -60,7 +60,7 @@ print(json.dumps(out))
 """
 
 
-@pytest.mark.skipif(not PYTHON.exists(), reason="no SGLang environment: make setup")
+@pytest.mark.skipif(not PYTHON.exists(), reason="no SGLang environment: make test")
 def test_the_mapping_is_the_one_that_specforge_makes_of_the_same_counts(tmp_path, dataset):
     asked = []
     for draft, length in ((4, None), (12, None), (3, 2)):
@@ -181,7 +181,7 @@ print(json.dumps(sorted(list_feature_files(sys.argv[1]))))
 """
 
 
-@pytest.mark.skipif(not PYTHON.exists(), reason="no SGLang environment: make setup")
+@pytest.mark.skipif(not PYTHON.exists(), reason="no SGLang environment: make test")
 def test_specforges_reader_walks_the_links(tmp_path):
     made = fill(tmp_path, [5, 9])
     assert main(["snapshot", "--store", made.store.path, "--to", str(tmp_path / "list"), "--links", str(tmp_path / "links")]) == 0

@@ -14,7 +14,7 @@ from relight.hostlook import look_at_content
 from tests.integration.test_samples_elsewhere import PYTHON, child
 from tests.samples import HIDDEN, fill, fix, ids_of, mask_of, sample
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="no SGLang environment: make setup")
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="no SGLang environment: make test")
 SPECULATORS = any(PYTHON.parent.parent.glob("lib/python3*/site-packages/speculators/train/data.py"))
 LENGTHS = [5, 9, 7, 6]
 
@@ -47,7 +47,7 @@ def floats_of(buffer) -> list[float]:
     return list(memoryview(bytes(buffer)).cast("f"))
 
 
-@pytest.mark.skipif(not SPECULATORS, reason="no speculators in the SGLang environment: make setup")
+@pytest.mark.skipif(not SPECULATORS, reason="no speculators in the SGLang environment: make test")
 def test_speculators_own_dataset_takes_every_sample(tmp_path):
     """The states, their order and the final one apart, just as its trainer is handed them; nothing is skipped or generated."""
     made = fill(tmp_path, LENGTHS, (), "speculators", "pre")

@@ -16,7 +16,7 @@ from tests.harness import ROOT
 from tests.samples import HIDDEN, fill, ids_of, mask_of
 
 PYTHON = ROOT / ".venv" / "sglang" / "bin" / "python"
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="no SGLang environment: make setup")
+pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="no SGLang environment: make test")
 
 
 def child(script: str, *arguments: object) -> str:
