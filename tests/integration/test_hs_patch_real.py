@@ -29,7 +29,7 @@ def test_the_real_environment_passes(tmp_path):
     assert [p for p in gate["problems"] if p["code"] != "plugin-twice"] == []  # the wheel may be installed there as well
     evidence = gate["evidence"]
     assert evidence["sglang_version"] == VERSION
-    assert evidence["hooks_found"] == evidence["hooks_wanted"] == 4
+    assert evidence["hooks_found"] == evidence["hooks_wanted"] == 5
     assert evidence["layers_captured"] == [1, 14, 26]
 
 
