@@ -23,7 +23,6 @@ class Seen:
     progress: dict[str, Any] | None
     alive: bool
     age_seconds: float
-    same_boot: bool
 
 
 def look(state_dir: str, now: float, boot: str, pid: int | None = None) -> Seen:
@@ -36,13 +35,13 @@ def look(state_dir: str, now: float, boot: str, pid: int | None = None) -> Seen:
         with open(path, encoding="utf-8") as handle:
             progress = json.load(handle)
     except FileNotFoundError:
-        return Seen(None, pid is not None and _alive(pid), 0.0, True)
+        return Seen(None, pid is not None and _alive(pid), 0.0)
     if not isinstance(progress, dict) or not isinstance(progress.get("pid"), int):
         raise ValueError(f"{path} is not the extraction's progress")
     same_boot = progress.get("boot_id") == boot
     if pid is not None and (progress["pid"] != pid or not same_boot):
-        return Seen(None, _alive(pid), 0.0, True)
-    return Seen(progress, same_boot and _alive(progress["pid"]), now - float(progress.get("time", 0)), same_boot)
+        return Seen(None, _alive(pid), 0.0)
+    return Seen(progress, same_boot and _alive(progress["pid"]), now - float(progress.get("time", 0)))
 
 
 def _alive(pid: int) -> bool:

@@ -36,11 +36,6 @@ options:
     type: list
     elements: str
     default: []
-  tags_known:
-    description: The tags that may be asked for; the stages of recovery by default.
-    type: list
-    elements: str
-    default: []
 """
 
 EXAMPLES = r"""

@@ -12,7 +12,7 @@ from ansible_collections.relight.recovery.plugins.module_utils.gate import Verdi
 
 def seen(alive=True, age=1.0, **values):
     body = {"phase": "extracting", "total": 160, "done": 90, "this_run": 10, "tokens_per_s": 95.0, "eta_seconds": 60, "pid": 1, **values}
-    return progress.Seen(body, alive, age, True)
+    return progress.Seen(body, alive, age)
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ def seen(alive=True, age=1.0, **values):
         (seen(alive=False), 70, "finished", Verdict.FAIL, True, False),
         (seen(phase="failed", error="the server is away", alive=False), 70, "none", Verdict.FAIL, True, False),
         (seen(age=31.0), 70, "first_samples", Verdict.UNKNOWN, False, False),
-        (progress.Seen(None, True, 0.0, True), None, "finished", Verdict.FAIL, False, False),
-        (progress.Seen(None, False, 0.0, True), None, "finished", Verdict.FAIL, True, False),
-        (progress.Seen(None, False, 0.0, True), 0, "finished", Verdict.PASS, True, True),
+        (progress.Seen(None, True, 0.0), None, "finished", Verdict.FAIL, False, False),
+        (progress.Seen(None, False, 0.0), None, "finished", Verdict.FAIL, True, False),
+        (progress.Seen(None, False, 0.0), 0, "finished", Verdict.PASS, True, True),
     ],
 )
 def test_judge(what, missing, goal, verdict, settled, finished):
